@@ -153,15 +153,15 @@ def _text(node: ast.AST) -> str:
 
 
 OWN_TESTS = {
-    "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory batching budget speed_error "
-    "learning_rate mixed_gpus mesh training_options fp16 kernels experts compiled_plans liger_plan generation "
+    "planner": "decisions recorded_plans plan plan_truth plan_inputs memory batching budget speed_error "
+    "learning_rate own_gpus mesh training_options fp16 kernels experts compiled_plans liger_plan evaluation "
     "micro_batches sdpa repeated_keys gradients unsloth",
-    "launch": "decisions launch_files nodes tensorboard exported_nodes deepspeed_files mixed_gpus own_gpus agents "
+    "launch": "decisions launch_files nodes tensorboard exported_nodes deepspeed_files own_gpus api "
     "row_survey refusals failures distributed mesh runs restarts out_of_memory_runs device "
     "stages doctor",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
-    "process data_story documents columns default_paths row_limit packing recorded_data options bad_inputs "
-    "own_messages tokenizer sources exact_match rendered_chats row_kwargs adapter_inputs new",
+    "process data_story documents columns row_limit packing recorded_data options bad_inputs "
+    "own_messages sources exact_match adapter_inputs new",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 

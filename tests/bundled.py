@@ -72,26 +72,15 @@ def word_files(origin: str) -> list[Path]:
 # --- model configs ----------------------------------------------------------------------------------------------------
 
 PUBLISHED = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
-    "Qwen/Qwen2.5-0.5B": 494_032_768,
-    "Qwen/Qwen2.5-3B": 3_085_938_688,
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen/Qwen3-4B": 4_022_468_096,
-    "Qwen/Qwen3-8B": 8_190_735_360,
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
-    "google/gemma-2-9b": 9_241_705_984,
-    "google/gemma-3-1b-it": 999_885_952,
-    "google/gemma-3-27b-it": 27_432_406_640,
-    "gpt2": 124_439_808,
-    "meta-llama/Llama-3.1-70B": 70_553_706_496,
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
-    "microsoft/Phi-3.5-mini-instruct": 3_821_079_552,
-    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008, "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-3B": 3_085_938_688, "Qwen/Qwen2.5-7B": 7_615_616_512, "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-4B": 4_022_468_096, "Qwen/Qwen3-8B": 8_190_735_360, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "google/gemma-2-9b": 9_241_705_984, "google/gemma-3-1b-it": 999_885_952, "google/gemma-3-27b-it": 27_432_406_640,
+    "gpt2": 124_439_808, "meta-llama/Llama-3.1-70B": 70_553_706_496, "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400, "microsoft/Phi-3.5-mini-instruct": 3_821_079_552,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552, "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "openai/gpt-oss-20b": 20_914_757_184,
-}
+}  # fmt: skip
 """Models and the parameters that are published for them, of gemma-3-27b-it with its image tower."""
 
 OWN_CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
@@ -249,11 +238,8 @@ def _byte_level(special: list[str], *before: Any, use_regex: bool) -> Any:
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     made.pre_tokenizer = pre_tokenizers.Sequence([*before, last])
     made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(texts(), trainer)
+    options = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    made.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=900, show_progress=False, **options))
     return made
 
 

@@ -115,16 +115,14 @@ COMMAND_CASES: dict[str, CommandCase] = {
     "setup-accelerate": CommandCase("--force", "ok path text", can_refuse=False),
     "new": CommandCase("--model {model} --data rows.jsonl", "ok path settings next"),
     "plan": CommandCase("--hardware 2xH200", "fits layout peak_bytes candidates ways_out"),
-    "launch-file": CommandCase(
-        "--for slurm --hardware 2xH100 --out {world}/job.sbatch", "path for launch text submit nodes gpus_per_node"
-    ),
+    "launch-file": CommandCase("--for slurm --hardware 2xH100 --out {world}/job.sbatch",
+                               "path for launch text submit nodes gpus_per_node"),
     "sweep": CommandCase("train.learning_rate=1e-3,1e-2 train.max_steps=1 output.name=cell", "ok cells compare"),
     "memory-model-score": CommandCase("--peaks {world}/peaks.csv", "rows not_expressible summary"),
     "verify-layouts": CommandCase("--layouts ddp --modes lora --steps 2", "rows ok", takes_minutes=True),
     "gpu-selftest": CommandCase("", "machine versions date parts", takes_minutes=True, can_refuse=False),
-    "bench": CommandCase(
-        "--peer bare --steps 1 --warmup 1 --rounds 1", "machine versions date medians ratios same_work runs"
-    ),
+    "bench": CommandCase("--peer bare --steps 1 --warmup 1 --rounds 1",
+                         "machine versions date medians ratios same_work runs"),
     "tensorboard": CommandCase("", "ok page logdir host port pid", can_refuse=False),
     "tb-open": CommandCase("", "ok page opened", can_refuse=False),
     "tb-stop": CommandCase("", "ok stopped running", can_refuse=False),
@@ -132,103 +130,52 @@ COMMAND_CASES: dict[str, CommandCase] = {
     "doctor": CommandCase("--nproc 2", "ok elapsed_s findings"),
     "consolidate": CommandCase("--run begun --out {world}/whole", "ok run path"),
     "chat": CommandCase("--run whole --max-new-tokens 2", "ok run messages"),
-    "infer": CommandCase(
-        "--run whole --input rows.jsonl --max-new-tokens 2",
-        "ok path prompts",
-        next_commands=((answer("respond.InferResult", RUN, OTHER, 3, 0), ["make", "eval", OF_RUN]),),
-    ),
-    "serve": CommandCase(
-        "--run whole --port 0",
-        "ok url model pid",
-        next_commands=(
-            (
-                answer("serve.ServedEndpoint", RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1),
-                ["make", "push", OF_RUN, "REPO=user/name"],
-            ),
-        ),
-    ),
-    "eval": CommandCase(
-        "--run whole --data rows.jsonl --limit 2 --max-new-tokens 2",
-        "ok rows figures perplexity path",
-        next_commands=((evaluate, ["make", "ship", OF_RUN]),),
-    ),
-    "ship": CommandCase(
-        "--run whole --limit 2",
-        "ok verdict checks evidence thresholds",
-        next_commands=(
-            (ship, ["make", "export", OF_RUN, "FORMAT=gguf"]),
-            (lambda: ship(reason="it is worse"), ["make", "eval", OF_RUN, "writes", "every", "row"]),
-        ),
-    ),
-    "merge": CommandCase(
-        "--run whole",
-        "ok path dtype layers",
-        next_commands=(
-            (merge(RUN / "merged"), ["make", "merge-test", OF_RUN]),
-            (merge(OTHER), ["make", "merge-test", OF_RUN, f"OUT={OTHER}"]),
-        ),
-    ),
-    "merge-test": CommandCase(
-        "--run whole --limit 2 --out merged",
-        "ok kl_merged kl_base loss",
-        next_commands=(
-            (merge_test(), ["make", "serve", OF_RUN, "ENGINE=vllm"]),
-            (merge_test(OTHER), ["vllm", "serve", str(OTHER)]),
-            (merge_test(divergence=1.0), ["make", "merge", OF_RUN, "FORCE=1", "with", "BASE=dequantized"]),
-        ),
-    ),
-    "export": CommandCase(
-        "--run whole --format vllm",
-        "ok format path commands",
-        next_commands=(
-            (export(), ["make", "export-test", OF_RUN]),
-            (export(path=OTHER), ["make", "export-test", OF_RUN, f"OUT={OTHER}"]),
-            (export(kind="vllm"), ["make", "merge-test", OF_RUN]),
-            (export(kind="vllm", is_adapter=False), ["make", "push", OF_RUN, "REPO=user/name"]),
-        ),
-    ),
-    "export-test": CommandCase(
-        "--run whole --limit 2 --out exported",
-        "ok checks answers kl_base",
-        next_commands=(
-            (
-                answer("export.checks.ExportTest", RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None),
-                ["llama-server", "--jinja", "-m", str(RUN / "first.gguf")],
-            ),
-        ),
-    ),
-    "push": CommandCase(
-        "--run whole --repo me/it --yes",
-        "ok pushed repo files private",
-        next_commands=((push, ["make", "prune", "RUNS=first", "CHECKPOINTS=1"]),),
-    ),
-    "report": CommandCase(
-        "--run whole",
-        "ok run path status sections figures warnings",
-        next_commands=((report, ["make", "compare", f"RUNS={RUN} OTHER"]),),
-    ),
-    "compare": CommandCase(
-        "--runs 'whole begun'", "ok path runs differing", next_commands=((compare, ["make", "report", OF_RUN]),)
-    ),
-    "reproduce": CommandCase(
-        "--run whole",
-        "ok tensors first_differing",
-        next_commands=(
-            (reproduce(), ["make", "prune", "RUNS=else where"]),
-            (reproduce("weight"), ["make", "compare", "RUNS=first else where"]),
-        ),
-    ),
-    "runs": CommandCase(
-        "",
-        "ok output runs",
-        can_refuse=False,
-        next_commands=((runs, ["make", "report", OF_RUN]), (lambda: runs(is_empty=True), ["make", "train"])),
-    ),
-    "prune": CommandCase(
-        "--runs old --yes",
-        "ok removed freed_bytes",
-        next_commands=((answer("listing.PruneResult", (RUN,), 10), ["make", "runs"]),),
-    ),
+    "infer": CommandCase("--run whole --input rows.jsonl --max-new-tokens 2", "ok path prompts",
+                         next_commands=((answer("respond.InferResult", RUN, OTHER, 3, 0), ["make", "eval", OF_RUN]),)),
+    "serve": CommandCase("--run whole --port 0", "ok url model pid", next_commands=(
+        (answer("serve.ServedEndpoint", RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1),
+         ["make", "push", OF_RUN, "REPO=user/name"]),
+    )),
+    "eval": CommandCase("--run whole --data rows.jsonl --limit 2 --max-new-tokens 2", "ok rows figures perplexity path",
+                        next_commands=((evaluate, ["make", "ship", OF_RUN]),)),
+    "ship": CommandCase("--run whole --limit 2", "ok verdict checks evidence thresholds", next_commands=(
+        (ship, ["make", "export", OF_RUN, "FORMAT=gguf"]),
+        (lambda: ship(reason="it is worse"), ["make", "eval", OF_RUN, "writes", "every", "row"]),
+    )),
+    "merge": CommandCase("--run whole", "ok path dtype layers", next_commands=(
+        (merge(RUN / "merged"), ["make", "merge-test", OF_RUN]),
+        (merge(OTHER), ["make", "merge-test", OF_RUN, f"OUT={OTHER}"]),
+    )),
+    "merge-test": CommandCase("--run whole --limit 2 --out merged", "ok kl_merged kl_base loss", next_commands=(
+        (merge_test(), ["make", "serve", OF_RUN, "ENGINE=vllm"]),
+        (merge_test(OTHER), ["vllm", "serve", str(OTHER)]),
+        (merge_test(divergence=1.0), ["make", "merge", OF_RUN, "FORCE=1", "with", "BASE=dequantized"]),
+    )),
+    "export": CommandCase("--run whole --format vllm", "ok format path commands", next_commands=(
+        (export(), ["make", "export-test", OF_RUN]),
+        (export(path=OTHER), ["make", "export-test", OF_RUN, f"OUT={OTHER}"]),
+        (export(kind="vllm"), ["make", "merge-test", OF_RUN]),
+        (export(kind="vllm", is_adapter=False), ["make", "push", OF_RUN, "REPO=user/name"]),
+    )),
+    "export-test": CommandCase("--run whole --limit 2 --out exported", "ok checks answers kl_base", next_commands=(
+        (answer("export.checks.ExportTest", RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None),
+         ["llama-server", "--jinja", "-m", str(RUN / "first.gguf")]),
+    )),
+    "push": CommandCase("--run whole --repo me/it --yes", "ok pushed repo files private",
+                        next_commands=((push, ["make", "prune", "RUNS=first", "CHECKPOINTS=1"]),)),
+    "report": CommandCase("--run whole", "ok run path status sections figures warnings",
+                          next_commands=((report, ["make", "compare", f"RUNS={RUN} OTHER"]),)),
+    "compare": CommandCase("--runs 'whole begun'", "ok path runs differing",
+                           next_commands=((compare, ["make", "report", OF_RUN]),)),
+    "reproduce": CommandCase("--run whole", "ok tensors first_differing", next_commands=(
+        (reproduce(), ["make", "prune", "RUNS=else where"]),
+        (reproduce("weight"), ["make", "compare", "RUNS=first else where"]),
+    )),
+    "runs": CommandCase("", "ok output runs", can_refuse=False, next_commands=(
+        (runs, ["make", "report", OF_RUN]), (lambda: runs(is_empty=True), ["make", "train"]),
+    )),
+    "prune": CommandCase("--runs old --yes", "ok removed freed_bytes",
+                         next_commands=((answer("listing.PruneResult", (RUN,), 10), ["make", "runs"]),)),
     "gpu-info": CommandCase("", "gpus host", can_refuse=False),
     "memory-check": CommandCase("", "folder running"),
     "process": CommandCase("data.process.raw_path=raw.jsonl", "ok"),
@@ -238,9 +185,8 @@ COMMAND_CASES: dict[str, CommandCase] = {
     "preview": CommandCase("--n 2", "ok page source rows examples"),
     "check": CommandCase("", "ok elapsed_s checks"),
     "full-pipeline": CommandCase("--force data.process.raw_path=raw.jsonl", "ok steps stopped"),
-    "mask-score": CommandCase(
-        "--templates {world}/templates --tokenizer {model}", "template case method verdict reason"
-    ),
+    "mask-score": CommandCase("--templates {world}/templates --tokenizer {model}",
+                              "template case method verdict reason"),
     "run-notebook": CommandCase("--notebook {world}/work.ipynb --nproc 2", "ok cells ranks"),
     "generate": CommandCase("", "ok written", can_refuse=False),
-}
+}  # fmt: skip

@@ -23,15 +23,9 @@ def make_base(folder: Path, model: Any, *, dtype: torch.dtype = torch.float32, *
 
 
 def finished_run(
-    folder: Path,
-    base: Path,
-    *,
-    mode: str = "lora",
-    precision: str = "fp32",
-    seed: int = 0,
-    tokens: tuple[str, ...] = (),
-    **lora: Any,
-) -> Path:
+    folder: Path, base: Path, *, mode: str = "lora", precision: str = "fp32", seed: int = 0,
+    tokens: tuple[str, ...] = (), **lora: Any,
+) -> Path:  # fmt: skip
     """Write the folder of a finished run with a random adapter for `base`; returns it.
 
     `tokens`: model.add_tokens; `lora`: settings of tuning.lora. The adapter is written by the code that training saves
@@ -78,9 +72,7 @@ def finished_run(
     save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base_folder=base)
     write_json(folder / "resolved.json", resolved_config(loaded.config, effective_batch=8))
     write_json(folder / "plan.json", planned.as_json())
+    ended = {"format": MANIFEST_FORMAT, "status": "finished", "ended": "2026-01-01T00:00:00+00:00"}
     facts = {"weights": base_weights_identity(str(base), spec.hf_config)}
-    ended = "2026-01-01T00:00:00+00:00"
-    write_json(
-        folder / "manifest.json", {"format": MANIFEST_FORMAT, "status": "finished", "ended": ended, "data": facts}
-    )
+    write_json(folder / "manifest.json", {**ended, "data": facts})
     return folder

@@ -19,13 +19,9 @@ def make_tokenizer(folder: Path, *, template: str | None = CHATML, vocab_size: i
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    raw.train_from_iterator(TEXTS * 4, trainer)
+    special, alphabet = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    raw.train_from_iterator(TEXTS * 4, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -40,18 +36,10 @@ def make_llama(folder: Path, *, template: str | None = CHATML, **changes: object
     make_tokenizer(folder, template=template)
     size = len(AutoTokenizer.from_pretrained(folder))
     settings: dict[str, object] = {
-        "vocab_size": size,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    }
+        "vocab_size": size, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
+    }  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)
     return folder

@@ -179,6 +179,5 @@ def without_copies() -> Iterator[None]:
 
 def on_host(module: torch.nn.Module) -> list[str]:
     """Names of parameters and buffers that are not on the device."""
-    return [
-        name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.device.type != NAME
-    ]
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in tensors if tensor.device.type != NAME]

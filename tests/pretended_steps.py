@@ -73,9 +73,8 @@ def models(llama: Path, folder: Path) -> dict[str, Path]:
     for kind, own in OWN.items():
         found[kind] = folder / kind
         make_tokenizer(found[kind])
-        config = AutoConfig.for_model(
-            kind, **SIZES, **own, vocab_size=len(AutoTokenizer.from_pretrained(found[kind])), dtype="float32"
-        )
+        size = len(AutoTokenizer.from_pretrained(found[kind]))
+        config = AutoConfig.for_model(kind, **SIZES, **own, vocab_size=size, dtype="float32")
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(found[kind])
     return found
@@ -169,11 +168,8 @@ def left(name: str, *, training: bool = True) -> Callable[[], Any]:
 def loss_left() -> Any:
     """A loss that adds a tensor of the host's."""
     real = PlannedTrainer.compute_loss
-    return mock.patch.object(
-        PlannedTrainer,
-        "compute_loss",
-        lambda self, *args, **options: (real(self, *args, **options) + torch.zeros(1)).sum(),
-    )
+    added = lambda self, *args, **options: (real(self, *args, **options) + torch.zeros(1)).sum()  # noqa: E731
+    return mock.patch.object(PlannedTrainer, "compute_loss", added)
 
 
 def prompts_left() -> Any:

@@ -13,9 +13,8 @@ def found_by_ranks(module: str, *words: str, folder: Path) -> Any:
     """What the first of two ranks wrote with `write_found`: `torchrun --module MODULE WORDS… FOLDER/found.json`."""
     out = folder / "found.json"
     launch = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", module]
-    answer = subprocess.run(
-        [*launch, *words, str(out)], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=550
-    )
+    command, env = [*launch, *words, str(out)], clean_environment()
+    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return json.loads(out.read_text())
 

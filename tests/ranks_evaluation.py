@@ -40,17 +40,13 @@ def rows_of(count: int = len(LENGTHS)) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "labels": labels, "source": [0] * len(ids)})
 
 
+TRAIN = "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}"
+
+
 def trainer_of(
-    model: Path,
-    folder: Path,
-    *overrides: str,
-    ranks: int = 1,
-    rows: Dataset | None = None,
-    text: str = "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9,"
-    " warmup_steps: 0}",
-    cut: MicroBatches | None = None,
-    **loaded: Any,
-) -> Any:
+    model: Path, folder: Path, *overrides: str, ranks: int = 1, rows: Dataset | None = None, text: str = TRAIN,
+    cut: MicroBatches | None = None, **loaded: Any,
+) -> Any:  # fmt: skip
     """A trainer of full weights on a CPU, for rows of our own, which it also evaluates. `cut`: other micro-batches than
     those of the plan; `loaded`: how the model is."""
     head = f"model: {{name: {model}, max_seq_len: 48}}\ntuning: {{mode: full}}\n"
@@ -80,11 +76,8 @@ def figures(model: Path, folder: Path, *, ranks: int) -> dict[str, dict[str, dic
             trainer.args.per_device_eval_batch_size = size
             metrics = trainer.evaluate()
             logged = trainer.state.log_history[-1]
-            found.setdefault(precision, {})[str(size)] = {
-                "loss": metrics["eval_loss"],
-                "accuracy": logged["eval_mean_token_accuracy"],
-                "entropy": logged["eval_entropy"],
-            }
+            own = {"accuracy": logged["eval_mean_token_accuracy"], "entropy": logged["eval_entropy"]}
+            found.setdefault(precision, {})[str(size)] = {"loss": metrics["eval_loss"], **own}
             assert trainer.args.per_device_eval_batch_size == size
     return found
 

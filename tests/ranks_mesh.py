@@ -85,9 +85,8 @@ def apart(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> fl
     """The largest relative distance of two gradients of the same name; infinite where names differ."""
     if set(wanted) != set(found):
         return float("inf")
-    return max(
-        ((one - found[name]).abs().max() / one.abs().max().clamp(min=1e-7)).item() for name, one in wanted.items()
-    )
+    pairs = [(one, found[name]) for name, one in wanted.items()]
+    return max(((one - other).abs().max() / one.abs().max().clamp(min=1e-7)).item() for one, other in pairs)
 
 
 def divided(kind: str, *, adapters: bool, dtype: torch.dtype = torch.float32) -> dict[str, float]:
@@ -101,17 +100,13 @@ def divided(kind: str, *, adapters: bool, dtype: torch.dtype = torch.float32) ->
     alone = model(input_ids=ids, labels=labels).loss
     alone.backward()
     wanted = gradients(model)
-    tensor_parallel.divide_model(
-        model, plan, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"], device=CPU
-    )
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"]
+    tensor_parallel.divide_model(model, plan, mesh, device=CPU)
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    return {
-        "loss": abs(loss.item() / alone.item() - 1),
-        "gradients": apart(wanted, gradients(model)),
-        "held": held / whole,
-    }
+    away = abs(loss.item() / alone.item() - 1)
+    return {"loss": away, "gradients": apart(wanted, gradients(model)), "held": held / whole}
 
 
 def shared(kind: str, **changes: Any) -> dict[str, float]:
@@ -132,9 +127,8 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
     lengths = (13, 9)
     table = [{"input_ids": ids[n, :size].numpy(), "labels": labels[n, :size].numpy()} for n, size in enumerate(lengths)]
     batch = collate(table)
-    loss = loss_of(
-        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits, batch["shift_labels"]
-    )
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    loss = loss_of(logits, batch["shift_labels"])
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)

@@ -35,9 +35,8 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
         "        learning_rate: 1e-2, lr_scheduler_type: constant}\neval: {steps: 0}\n"
     )
     attention = "sdpa" if cut.padded else attention_functions.VARLEN_ATTENTION
-    return own_trainer(
-        model, folder, text=text, cut=cut, ranks=ranks, dtype=torch.float32, attn_implementation=attention
-    )
+    loaded = {"dtype": torch.float32, "attn_implementation": attention}
+    return own_trainer(model, folder, text=text, cut=cut, ranks=ranks, **loaded)
 
 
 def trained(model: Path, folder: Path, *, ranks: int, bf16: bool = False) -> dict[str, dict[str, list[float]]]:
@@ -82,10 +81,7 @@ def figures(trainer: Any) -> dict[str, list[float]]:
 def main(model: Path, out: Path) -> None:
     """Train on all ranks; the first writes."""
     ranks = int(os.environ["WORLD_SIZE"])
-    found = {
-        precision: trained(model, out.parent / precision, ranks=ranks, bf16=precision == "bf16")
-        for precision in ("fp32", "bf16")
-    }
+    found = {name: trained(model, out.parent / name, ranks=ranks, bf16=name == "bf16") for name in ("fp32", "bf16")}
     write_found(found, out)
 
 

@@ -11,32 +11,23 @@ from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.text import GIB
 
 MANIFEST = {
-    "format": MANIFEST_FORMAT,
-    "status": "finished",
-    "config_path": "/home/me/my run.yaml",
-    "overrides": ["train.epochs=2", "output.name=first"],
-    "started": "2026-01-01T00:00:00+00:00",
-    "ended": "2026-01-01T00:10:00+00:00",
-    "seed": 42,
+    "format": MANIFEST_FORMAT, "status": "finished", "seed": 42,
+    "config_path": "/home/me/my run.yaml", "overrides": ["train.epochs=2", "output.name=first"],
+    "started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:10:00+00:00",
     "versions": {"torch": "2.13.0", "platform": "Linux x86_64"},
     "git": {"commit": "0123456789abcdef", "branch": "main", "dirty": False},
     "hardware": {"gpus": [], "cpu_name": "A CPU", "cpu_cores": 4, "ram_bytes": 8 * GIB, "nodes": 1},
-    "layout": "single",
-    "processes": 1,
-    "backend": "bnb",
+    "layout": "single", "processes": 1, "backend": "bnb",
     "data": {
-        "train": {
-            "path": "rows.jsonl", "sha256": "a" * 64,
-            "report": {"rows_kept": 1234, "tokens": 100, "tokens_trained": 25},
-        },
+        "train": {"path": "rows.jsonl", "sha256": "a" * 64,
+                  "report": {"rows_kept": 1234, "tokens": 100, "tokens_trained": 25}},
         "test": {"path": "test.jsonl", "sha256": "b" * 64, "report": {"rows_kept": 7}},
         "tokenizer": {"path": "tokenizer", "sha256": "c" * 64},
         "weights": {"path": "base", "sha256": "d" * 64},
     },
 }  # fmt: skip
 SUMMARY = {
-    "status": "finished",
-    "split": "test",
+    "status": "finished", "split": "test",
     "before": {"loss": 4.0, "exact_match": 0.0, "rows": 7},
     "after": {"loss": 0.5, "exact_match": 0.75, "rows": 7},
     "samples": [
@@ -48,11 +39,7 @@ SUMMARY = {
         "measured_reserved": None, "measured_rss": 3 * GIB,
     },
     "peak_bytes_by_moment": {"training": {"predicted_allocated": GIB, "measured_rss": 3 * GIB}},
-    "tokens_per_s": 800.0,
-    "predicted_tokens_per_s": 1000.0,
-    "steps": 4,
-    "wall_s": 600.0,
-    "exit": 0,
+    "tokens_per_s": 800.0, "predicted_tokens_per_s": 1000.0, "steps": 4, "wall_s": 600.0, "exit": 0,
 }  # fmt: skip
 
 
@@ -95,8 +82,7 @@ def recorded_run(
         resolved = json.loads(path.read_text())
         settings(resolved)
         write_json(path, resolved)
-    lines = list(metrics)
-    if lines:
+    if lines := list(metrics):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if log:
         (folder / "train.log").write_text(log)

@@ -27,9 +27,7 @@ class Loading(BaseException):
 class _Stops(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds heavy libraries, which may be looked for, and does not load them."""
 
-    def find_spec(
-        self, name: str, path: Any, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name not in HEAVY:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)

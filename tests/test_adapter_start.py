@@ -15,21 +15,18 @@ from tests.test_train import assert_resumes, losses, run_yaml, train, trained, w
 
 pytestmark = pytest.mark.build
 
-CPU = torch.device("cpu")
-
 
 def adapted(base, *, rank: int, alpha: int, **options):
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
-    return get_peft_model(
-        copy.deepcopy(base), PeftConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", **options)
-    )
+    config = PeftConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", **options)
+    return get_peft_model(copy.deepcopy(base), config)
 
 
-def started(base, lora: LoraConfig):
+def started(base, lora: LoraConfig, whole_weights=None):
     model = adapted(base, rank=lora.stored_rank, alpha=lora.stored_alpha)
-    initialize_adapters(model, lora, seed=1, device=CPU, read_base_weights=lambda: None)
+    initialize_adapters(model, lora, seed=1, device=torch.device("cpu"), read_base_weights=lambda: whole_weights)
     freeze_pissa_half(model, lora)
     return model
 
@@ -138,10 +135,7 @@ def test_loftq_takes_what_the_loaded_nf4_weights_lost(tmp_path):
     options = quantization_config(Precision("bfloat16", "bfloat16", ""))
     packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=options)
     own = dict(plain.named_parameters())
-    model = adapted(packed, rank=8, alpha=32)
-    initialize_adapters(
-        model, LoraConfig(r=8, alpha=32, init="loftq"), seed=1, device=CPU, read_base_weights=lambda: own
-    )
+    model = started(packed, LoraConfig(r=8, alpha=32, init="loftq"), own)
     layers = {path: one for path, one in model.named_modules() if hasattr(one, "lora_A")}
     assert len(layers) == 14
     for path, layer in layers.items():
@@ -188,21 +182,17 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(trained, command, tiny_
             torch.testing.assert_close(opened.eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        ("pissa", "ddp"),
-        *(pytest.param("pissa", name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3")),
-        *(pytest.param("loftq", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "strategy"), [
+    ("pissa", "ddp"),
+    *(pytest.param("pissa", name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3")),
+    *(pytest.param("loftq", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2")),
+])  # fmt: skip
 def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811
     words = (*RUNS[kind], "tuning.lora.r=4")
     succeed(world, "train", *words, f"output.name=one-{kind}-{strategy}")
     succeed(world, "train-distributed", *words, f"output.name=many-{kind}-{strategy}", STRATEGY=strategy, NPROC="2")
     one, many = (losses(world / "outputs" / f"{name}-{kind}-{strategy}") for name in ("one", "many"))
-    assert len(one) == 5
-    assert many == pytest.approx(one, rel=2e-5)
+    assert (len(one), many) == (5, pytest.approx(one, rel=2e-5))
     saved = weights(world / "outputs" / f"many-{kind}-{strategy}")
     for name, a in saved.items():
         if "lora_A" in name and kind == "pissa":  # the frozen half is that of the start: A0 and B0 with equal lengths
@@ -210,16 +200,13 @@ def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811
             torch.testing.assert_close(a[4:].norm(dim=1), b[:, 4:].norm(dim=0), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("init=loftq tuning.mode=lora", "loftq starts at what NF4 lost, and tuning.mode is lora"),
-        ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
-        ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
-        ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
-        ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("init=loftq tuning.mode=lora", "loftq starts at what NF4 lost, and tuning.mode is lora"),
+    ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
+    ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
+    ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
+    ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F811
     settings = [word if "." in word.partition("=")[0] else f"tuning.lora.{word}" for word in words.split()]
     code, printed = command("train", "--config", str(run_yaml), *settings)
@@ -227,14 +214,11 @@ def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F81
     assert said in printed.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words", "said"),
-    [
-        ("zero3", "tuning.mode=qlora tuning.lora.init=loftq", "whole 16-bit weights are read for it"),
-        ("fsdp", "tuning.mode=lora tuning.lora.init=pissa tuning.lora.use_dora=true", "half of an adapter"),
-        ("tp", "tuning.mode=lora tuning.lora.init=pissa", "whole 16-bit weights are read for it"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "words", "said"), [
+    ("zero3", "tuning.mode=qlora tuning.lora.init=loftq", "whole 16-bit weights are read for it"),
+    ("fsdp", "tuning.mode=lora tuning.lora.init=pissa tuning.lora.use_dora=true", "half of an adapter"),
+    ("tp", "tuning.mode=lora tuning.lora.init=pissa", "whole 16-bit weights are read for it"),
+])  # fmt: skip
 def test_layouts_that_cannot_are_refused_by_name(command, refuse, run_yaml, monkeypatch, strategy, words, said):  # noqa: F811
     monkeypatch.setenv("STRATEGY", strategy)
     asked = ("plan", "--config", str(run_yaml), "--hardware", "2xH100")

@@ -25,12 +25,9 @@ pytestmark = pytest.mark.build
 
 TOKENS = ("<call_7>", " kitchen lamp", "日本")
 BASES = {
-    "untied": lambda: llama(),
-    "tied": lambda: llama(tie_word_embeddings=True),
-    "larger": lambda: llama(vocab_size=500),
-    "transposed": gpt2,
-    "text tower": gemma3_with_images,
-}
+    "untied": llama, "tied": lambda: llama(tie_word_embeddings=True), "larger": lambda: llama(vocab_size=500),
+    "transposed": gpt2, "text tower": gemma3_with_images,
+}  # fmt: skip
 
 
 def ids_of(run) -> list[int]:
@@ -38,8 +35,8 @@ def ids_of(run) -> list[int]:
 
     tokenizer = AutoTokenizer.from_pretrained(run.weights)
     ids = tokenizer.convert_tokens_to_ids(list(TOKENS))
-    assert [tokenizer(f"on{token}off", add_special_tokens=False)["input_ids"].count(one) for token, one in
-            zip(TOKENS, ids, strict=True)] == [1, 1, 1]  # fmt: skip
+    for token, one in zip(TOKENS, ids, strict=True):
+        assert tokenizer(f"on{token}off", add_special_tokens=False)["input_ids"].count(one) == 1
     return ids
 
 
@@ -130,14 +127,11 @@ def test_what_cannot_be_added_is_refused_by_name(train):  # noqa: F811
         assert (code, what in printed, folder.exists()) == (2, True, False), printed
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [
-        ("ddp", "lora"),
-        pytest.param("fsdp", "full", marks=pytest.mark.slow),
-        pytest.param("zero3", "full", marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "mode"), [
+    ("ddp", "lora"),
+    pytest.param("fsdp", "full", marks=pytest.mark.slow),
+    pytest.param("zero3", "full", marks=[needs_deepspeed, pytest.mark.slow]),
+])  # fmt: skip
 def test_ranks_lose_and_save_what_one_process_does(world, strategy, mode):  # noqa: F811
     words = (f"tuning.mode={mode}", ADDED)
     succeed(world, "train", *words, f"output.name=one-{strategy}")
@@ -150,15 +144,13 @@ def test_ranks_lose_and_save_what_one_process_does(world, strategy, mode):  # no
         torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("verb", "strategy", "mesh"),
-    [("plan", "fsdp", []), ("plan", "zero1", []), ("check", "", ["model.mesh_shape=[[2],[fsdp]]"])],
-)
-def test_layouts_that_divide_embeddings_are_refused_for_rows(command, world, monkeypatch, verb, strategy, mesh):  # noqa: F811
-    monkeypatch.setenv("STRATEGY", strategy)
-    words = ("--config", f"{world}/run.yaml", "--hardware", "2xH100", "tuning.mode=lora", ADDED, *mesh)
-    code, printed = command(verb, *words)
-    assert (code, "model.add_tokens: PEFT trains rows of whole embeddings only" in printed) == (2, True), printed
+def test_layouts_that_divide_embeddings_are_refused_for_rows(command, world, monkeypatch):  # noqa: F811
+    words = ("--config", f"{world}/run.yaml", "--hardware", "2xH100", "tuning.mode=lora", ADDED)
+    mesh = "model.mesh_shape=[[2],[fsdp]]"
+    for verb, strategy, *more in (("plan", "fsdp"), ("plan", "zero1"), ("check", "", mesh)):
+        monkeypatch.setenv("STRATEGY", strategy)
+        code, printed = command(verb, *words, *more)
+        assert (code, "model.add_tokens: PEFT trains rows of whole embeddings only" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
@@ -179,9 +171,8 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     from sft_play.trace.step import trace_step
 
     model = model_config(name) | {"num_hidden_layers": 2}
-    config = config_from_text(
-        f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}", name="run"
-    )
+    text = f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}"
+    config = config_from_text(text, name="run")
     plain = parse_model_shape(model, name=name)
     shape = dataclasses.replace(plain, vocab_size=plain.vocab_size + len(config.model.add_tokens))
     precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")
@@ -196,9 +187,7 @@ def test_a_further_run_continues_the_rows_and_takes_the_tokens_from_the_adapter(
     assert json.loads((more / "resolved.json").read_text())["model"]["add_tokens"] == list(TOKENS)
     assert_same_bits(load_file(first / "adapter" / "adapter_model.safetensors"), weights(more))
     code, printed, _ = train("other", f"model.adapter={first}", f"model.name={tiny_llama}", 'model.add_tokens=["<x>"]')
-    assert code == 2
-    assert "leave it out: the adapter's is taken" in printed
+    assert (code, "leave it out: the adapter's is taken" in printed) == (2, True)
     (first / "resolved.json").unlink()
     code, printed, _ = train("third", f"model.adapter={first / 'adapter'}", f"model.name={tiny_llama}")
-    assert code == 2
-    assert "trainable_token_indices" in printed
+    assert (code, "trainable_token_indices" in printed) == (2, True)

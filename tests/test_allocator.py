@@ -9,23 +9,20 @@ from benchmarks.memory_model.streams import USED, WAIT, ScriptAllocator, replay
 from sft_play.trace import storages
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, CachingAllocator
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("request_bytes", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),  # one block of 512 in a small segment
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),  # the largest small request
-        (MIB + 1, MIB + 512, 20 * MIB),  # large pool, shared segment
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),  # the last one that shares
-        (10 * MIB, 10 * MIB, 10 * MIB),  # a segment of its own
-        (11 * MIB, 12 * MIB, 12 * MIB),  # rounded to 2 MiB; the rest of 1 MiB is not split off and counts
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # a rest of more than 1 MiB is split off
-        (0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("request_bytes", "allocated", "reserved"), [
+    (1, 512, 2 * MIB),  # one block of 512 in a small segment
+    (513, 1024, 2 * MIB),
+    (MIB, MIB, 2 * MIB),  # the largest small request
+    (MIB + 1, MIB + 512, 20 * MIB),  # large pool, shared segment
+    (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),  # the last one that shares
+    (10 * MIB, 10 * MIB, 10 * MIB),  # a segment of its own
+    (11 * MIB, 12 * MIB, 12 * MIB),  # rounded to 2 MiB; the rest of 1 MiB is not split off and counts
+    (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # a rest of more than 1 MiB is split off
+    (0, 0, 0),
+])  # fmt: skip
 def test_one_request_costs_its_block_and_its_segment(request_bytes, allocated, reserved):
     allocator = CachingAllocator()
     allocator.malloc("a", request_bytes)
@@ -219,8 +216,7 @@ def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expand
     draw, live = random.Random(seed), []
     allocator = ScriptAllocator(expandable_segments=expandable, capacity=capacity)
     plain = Plain(expandable=expandable, capacity=capacity)
-    refused = 0
-    moments = [0]
+    refused, moments = 0, [0]
     for key in range(700):
         turn = draw.random()
         if live and turn < 0.42:
@@ -251,8 +247,7 @@ def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expand
             assert outcomes[0] == outcomes[1]
             refused += not outcomes[0]
             live += [key] if outcomes[0] else []
-        assert allocator.reserved_bytes == plain.reserved
-        assert allocator.allocated_bytes == plain.total("used")
+        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (plain.reserved, plain.total("used"))
         assert sum(block.size for _, block in allocator._waiting) == plain.total("waiting")
         free = (size for pool in allocator._pools.values() for size, _, _ in pool.blocks)
         assert sum(free) == plain.total("free")
@@ -261,34 +256,21 @@ def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expand
 
 
 EVENTS = [
-    (ALLOC, "loading", 40 * MIB, 0),
-    (FREE, "loading", 0, 0),
-    (ALLOC, "weights", 12 * MIB, 0),
-    (PHASE_START, "forward", 0, 0),
-    (ALLOC, "saved", 30 * MIB, 0),
-    (FREE, "saved", 0, 0),
-    (PHASE_START, "forward", 1, 0),
-    (ALLOC, "saved again", 20 * MIB, 0),
-    (FREE, "saved again", 0, 0),
+    (ALLOC, "loading", 40 * MIB, 0), (FREE, "loading", 0, 0), (ALLOC, "weights", 12 * MIB, 0),
+    (PHASE_START, "forward", 0, 0), (ALLOC, "saved", 30 * MIB, 0), (FREE, "saved", 0, 0),
+    (PHASE_START, "forward", 1, 0), (ALLOC, "saved again", 20 * MIB, 0), (FREE, "saved again", 0, 0),
     (PHASE_START, "end", 1, 0),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("count_from", "allocated"), [("start", 42 * MIB), ("loaded", 42 * MIB), ("second_step", 32 * MIB)]
-)
-def test_counters_run_from_the_phase_that_is_asked_for(count_from, allocated):
-    peaks = replay(EVENTS, count_from=count_from)
-    assert peaks.allocated == allocated
-    assert peaks.phases["build"] == (40 * MIB, 40 * MIB)
-    assert peaks.phases["forward"][0] == 42 * MIB
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_plans_replay_is_that_of_a_script_that_resets_its_counters_once_it_has_loaded(expandable):
-    own = storages.replay(EVENTS, expandable_segments=expandable)
-    assert own == replay(EVENTS, expandable_segments=expandable)
-    assert own.phases["build"][0] == 40 * MIB
+def test_counters_run_from_the_phase_that_is_asked_for_and_a_plans_from_when_it_has_loaded():
+    for count_from, allocated in (("start", 42 * MIB), ("loaded", 42 * MIB), ("second_step", 32 * MIB)):
+        peaks = replay(EVENTS, count_from=count_from)
+        assert (peaks.allocated, peaks.phases["build"]) == (allocated, (40 * MIB, 40 * MIB))
+        assert peaks.phases["forward"][0] == 42 * MIB
+    for expandable in (False, True):
+        own = storages.replay(EVENTS, expandable_segments=expandable)
+        assert (own, own.phases["build"][0]) == (replay(EVENTS, expandable_segments=expandable), 40 * MIB)
 
 
 def test_a_replay_gives_a_waiting_block_when_the_host_has_waited():

@@ -43,21 +43,17 @@ def test_a_prompt_is_what_training_put_before_the_answer(run, responder):
         assert responder.prompt_ids(chat.messages[:-1]) == row["input_ids"][:trained]
 
 
-def test_a_streamed_answer_is_the_batched_one_and_is_shown_whole(responder):
+def test_a_streamed_answer_is_the_batched_one_shown_whole_and_sampling_follows_the_seed(responder):
     prompts = [responder.prompt_ids(question(text)) for text in ("hello there", "what is 12 + 30?", "né 日本 yes")]
     batched = responder.answer_texts(prompts, max_new_tokens=12)
     for prompt, answer in zip(prompts, batched, strict=True):
         shown: list[str] = []
         assert responder.stream(prompt, shown.append, max_new_tokens=12) == answer == "".join(shown)
-
-
-def test_sampling_follows_the_seed_and_differs_from_greedy(responder):
-    prompt = responder.prompt_ids(question("hello"))
-    answers = []
+    sampled = []
     for temperature in (2.0, 2.0, 0.0):
         torch.manual_seed(1)
-        answers.append(responder.stream(prompt, lambda _: None, max_new_tokens=12, temperature=temperature))
-    assert answers[0] == answers[1] != answers[2]
+        sampled.append(responder.stream(prompts[0], lambda _: None, max_new_tokens=12, temperature=temperature))
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_prompts_of_every_kind_of_file_are_read(tmp_path):
@@ -78,26 +74,23 @@ def test_prompts_of_every_kind_of_file_are_read(tmp_path):
         read_prompts(tmp_path / "empty.txt")
 
 
-@pytest.mark.parametrize(
-    ("row", "said", "reference", "columns"),
-    [
-        ({"id": 7, "prompt": "q"}, "q", None, {"id": 7}),
-        ({"id": "a", "system": "s", "prompt": "q", "tag": [1]}, "s|q", None, {"id": "a", "tag": [1]}),
-        ({"question": "q", "label": "spam", "score": 0.5}, "q", None, {"label": "spam", "score": 0.5}),
-        ({"instruction": "q", "input": "i", "id": 1}, "q\ni", None, {"id": 1}),
-        ({"instruction": "q", "context": "c", "output": "a"}, "q\nc", "a", {}),
-        ({"query": "q", "text": "other"}, "q", None, {"text": "other"}),
-        ({"prompt": "q", "completion": "a", "id": 3}, "q", "a", {"id": 3}),
-        ({"prompt": question("q"), "id": 3}, "q", None, {"id": 3}),
-        ({"messages": [*question("q"), {"role": "assistant", "content": "a"}], "n": 1}, "q", "a", {"n": 1}),
-        ({"messages": question("q"), "system": "s", "question": "not read"}, "s|q", None, {"question": "not read"}),
-        ({"conversations": [{"from": "human", "value": "q"}], "id": "x"}, "q", None, {"id": "x"}),
-        ({"conversations": [["q", "a"], ["r", "b"]]}, "q|a|r", "b", {}),
-        ({"messages": json.dumps(question("q")), "id": 1}, "q", None, {"id": 1}),
-        ({"frage": "q", "id": 1}, "q", None, {"id": 1}),
-        ({"frage": "q", "passage": "p", "cot": "think", "id": 1}, "q\np", None, {"id": 1, "cot": "think"}),
-    ],
-)
+@pytest.mark.parametrize(("row", "said", "reference", "columns"), [
+    ({"id": 7, "prompt": "q"}, "q", None, {"id": 7}),
+    ({"id": "a", "system": "s", "prompt": "q", "tag": [1]}, "s|q", None, {"id": "a", "tag": [1]}),
+    ({"question": "q", "label": "spam", "score": 0.5}, "q", None, {"label": "spam", "score": 0.5}),
+    ({"instruction": "q", "input": "i", "id": 1}, "q\ni", None, {"id": 1}),
+    ({"instruction": "q", "context": "c", "output": "a"}, "q\nc", "a", {}),
+    ({"query": "q", "text": "other"}, "q", None, {"text": "other"}),
+    ({"prompt": "q", "completion": "a", "id": 3}, "q", "a", {"id": 3}),
+    ({"prompt": question("q"), "id": 3}, "q", None, {"id": 3}),
+    ({"messages": [*question("q"), {"role": "assistant", "content": "a"}], "n": 1}, "q", "a", {"n": 1}),
+    ({"messages": question("q"), "system": "s", "question": "not read"}, "s|q", None, {"question": "not read"}),
+    ({"conversations": [{"from": "human", "value": "q"}], "id": "x"}, "q", None, {"id": "x"}),
+    ({"conversations": [["q", "a"], ["r", "b"]]}, "q|a|r", "b", {}),
+    ({"messages": json.dumps(question("q")), "id": 1}, "q", None, {"id": 1}),
+    ({"frage": "q", "id": 1}, "q", None, {"id": 1}),
+    ({"frage": "q", "passage": "p", "cot": "think", "id": 1}, "q\np", None, {"id": 1, "cot": "think"}),
+])  # fmt: skip
 def test_a_row_is_a_prompt_with_its_further_columns(tmp_path, row, said, reference, columns):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(row) + "\n")
@@ -145,8 +138,7 @@ def test_a_file_is_answered_once_and_resumed_after_its_last_whole_line(run, tmp_
     lines = [f"{line}\n" for line in target.read_text().split("\n")[:-1]]
     assert [json.loads(line)["messages"][0]["content"] for line in lines] == [f"what is {n}\u2028?" for n in range(7)]
     target.write_text(lines[0] + lines[1][:20])
-    assert infer(run, source, target, max_new_tokens=6).resumed == 1
-    assert target.read_text() == "".join(lines)
+    assert (infer(run, source, target, max_new_tokens=6).resumed, target.read_text()) == (1, "".join(lines))
     assert infer(run, source, target, max_new_tokens=6).resumed == 7
     with pytest.raises(DataError, match="max_new_tokens=6"):
         infer(run, source, target, max_new_tokens=7)
@@ -251,5 +243,4 @@ def test_the_base_answers_without_the_adapter_alone_and_beside_the_tuned_model(r
     chat.handle_line("/both")
     shown.clear()
     chat.handle_line("hello there")
-    assert "".join(shown) == f"base:  {base}\ntuned: {tuned}\n"
-    assert chat.messages[-1]["content"] == tuned
+    assert ("".join(shown), chat.messages[-1]["content"]) == (f"base:  {base}\ntuned: {tuned}\n", tuned)

@@ -9,7 +9,6 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, config_from_text, resolved_config
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.launch.deepspeed import merge_deepspeed_batch
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import LaunchOptions, resume_constraints
 from sft_play.machine.hardware import Hardware, parse_hardware
@@ -42,8 +41,7 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
         train = written(*words[cut:], text=f"train:\n{lines}" if lines else "").train
         follows = effective is None and "auto" not in (micro, accum)
         wanted = micro * accum * ranks if follows else effective or 32
-        assert effective_batch(train, ranks=ranks) == wanted
-        assert train.derives_effective_batch == follows
+        assert (effective_batch(train, ranks=ranks), train.derives_effective_batch) == (wanted, follows)
         if effective is not None and "auto" not in (micro, accum) and micro * accum == effective:
             continue  # agrees on one rank: the next test
         fits = wanted % ((1 if micro == "auto" else micro) * (1 if accum == "auto" else accum) * ranks) == 0
@@ -89,18 +87,10 @@ def test_three_numbers_that_agree_on_one_rank_keep_the_effective_batch_over_any_
     assert kinds == {"passes", "rows", "refused"}
 
 
-def test_a_deepspeed_files_batch_of_all_ranks_goes_with_three_numbers_of_one():
-    train = written("train.batch_size=2", "train.grad_accum=4", "train.effective_batch_size=8").train
-    assert merge_deepspeed_batch(train, {"train_batch_size": 8}, ranks=2) == train
-    with pytest.raises(ConfigError, match=r"is not train\.batch_size=2"):
-        merge_deepspeed_batch(train, {"train_batch_size": 8, "gradient_accumulation_steps": 4}, ranks=2)
-
-
 @pytest.mark.parametrize("machine", ["cpu,ram=64GiB", "1xRTX4090", "2xRTX4090", "4xRTX4090", "2x8xH100"])
 def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     config = written("train.batch_size=2", "train.grad_accum=2")
-    hardware = parse_hardware(machine)
-    request = PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware)
+    request = PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware(machine))
     plan = make_plan(request)
     assert (plan.batch.micro_batch, plan.batch.grad_accum) == (2, 2)
     assert plan.batch.effective_batch == 4 * plan.batch.ranks == plan.as_json()["effective_batch"]

@@ -1,4 +1,5 @@
-"""make bench: equal work on both sides, tokens counted alike, what is refused, and the peers' settings."""
+"""make bench: equal work on both sides, tokens counted alike, what is refused, and the peers' settings; and
+benchmarks/data.py: its rows, its sums, and one small measurement."""
 
 import importlib
 import json
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import data
+from benchmarks.starter_base import make_tokenizer
 from benchmarks.steps import bench, material
 from benchmarks.steps.order import ProcessOrder
+from sft_play.commands import developing
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.text import GIB
 from tests import warm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, chat
 
 MIXED = {"words_of_question": (3, 0.5), "words_of_answer": (6, 0.9)}
 """Median and spread; the tiny tokenizer has about six tokens a word."""
@@ -33,10 +37,9 @@ def small(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
         "packed": {"train": train | {"batch_size": 2}, "data": {"packing": "best_fit"}},
         "joined": {"train": train | {"batch_by": "tokens"}},
     }
-    for name, sections in kinds.items():
-        material.write_config(
-            folder / f"{name}.yaml", model=tiny_llama, rows=folder / "chats.jsonl", seq_len=512, **sections
-        )
+    for name, given in kinds.items():
+        path, rows = folder / f"{name}.yaml", folder / "chats.jsonl"
+        material.write_config(path, model=tiny_llama, rows=rows, seq_len=512, **given)
     return folder
 
 
@@ -109,8 +112,7 @@ def test_peers_of_a_run_with_boundaries_take_sdpa(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ours, "write_facts", watched)
     facts = facts_of(small / "joined.yaml", tmp_path)
-    assert used == [attention_functions.VARLEN_ATTENTION]
-    assert facts["attention"] == "sdpa"
+    assert (used, facts["attention"]) == ([attention_functions.VARLEN_ATTENTION], "sdpa")
 
 
 @pytest.mark.build
@@ -161,16 +163,10 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
     }
     total, trained = sum(map(len, chats)), sum(label != -100 for row in labels for label in row)
     found = [count_batch(batch, pad_id=pad) for batch in (masked, padded, packed)]
-    assert [one["total"] for one in found] == [total] * 3
-    assert [one["trained"] for one in found] == [trained] * 3
+    assert ([one["total"] for one in found], [one["trained"] for one in found]) == ([total] * 3, [trained] * 3)
     assert [one["padded"] for one in found] == [batch["input_ids"].numel() for batch in (masked, padded, packed)]
     assert sorted(found[2]["lengths"]) == sorted(map(len, chats))
     assert len({rows_digest([one["rows"]]) for one in found}) == 1
-
-
-def test_an_unknown_peer_is_refused_before_anything_runs(refuse, small):
-    said = refuse("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
-    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped" in said
 
 
 def test_a_python_that_cannot_import_trl_is_refused_before_our_run(refuse, small, tmp_path, monkeypatch):
@@ -198,7 +194,9 @@ def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
             bench.check_peer(peer, python)
 
 
-def test_stages_are_refused(refuse, small, tmp_path):
+def test_stages_and_an_unknown_peer_are_refused_before_anything_runs(refuse, small, tmp_path):
+    said = refuse("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
+    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped" in said
     settings = json.loads((small / "padded.yaml").read_text())
     data = {"train_path": settings["data"]["train_path"]}
     settings["curriculum"] = [{"name": f"s{size}", "max_seq_len": size, "data": data} for size in (128, 512)]
@@ -280,3 +278,87 @@ def test_weights_are_made_on_the_cpu_where_the_gpu_does_not_hold_them(monkeypatc
     random_model.write_published_shape("small", tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+ROWS: Any = [chat("one", "1")["messages"], chat("two", "2")["messages"]]
+
+
+def noted(tool: str, of: int, per_s: float, **more: Any) -> dict[str, Any]:
+    """A run as it is noted; TRL may have taken fewer rows than the file has."""
+    rows = more.pop("rows", of)
+    run = {"tool": tool, "of": of, "rows": rows, "form": "messages", "rows_per_s": per_s}
+    return {**run, "prepare_s": rows / per_s, "total_s": rows / per_s + 5, "peak_rss_bytes": 100, **more}
+
+
+def test_repeated_rows_differ_in_every_text_and_the_last_turn_is_the_completion(tmp_path: Path):
+    made = list(data.changed_rows(ROWS, 5))
+    assert [[message["role"] for message in row] for row in made] == [["user", "assistant"]] * 5
+    asked = [f"No. {number}: {'two' if number % 2 else 'one'}" for number in range(5)]
+    assert ([row[0]["content"] for row in made], made[2][1]["content"]) == (asked, "1\n(No. 2 assistant)")
+    assert ROWS[0][0]["content"] == "one"
+    data.write_rows(tmp_path / "rows.jsonl", iter(ROWS[:1]), "prompt_completion")
+    assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": ROWS[0][:1], "completion": ROWS[0][1:]}
+
+
+def test_ratios_compare_the_best_run_of_each_tool_at_the_fewest_rows():
+    runs = [
+        noted("ours", 10_000, 3000.0), noted("ours", 10_000, 2000.0), noted("trl", 10_000, 500.0),
+        noted("trl", 10_000, 750.0, form="prompt_completion", peak_rss_bytes=400),
+        noted("tokenizer", 10_000, 4000.0),
+        noted("ours", 1_000_000, 3200.0, peak_rss_bytes=110),
+        noted("trl", 1_000_000, 800.0, rows=20_000),
+    ]  # fmt: skip
+    found = data.ratios([*runs, {"tool": "trl", "of": 10_000, "rows": 10_000, "error": "no template"}])
+    assert (found["ours_over_trl"], found["ours_over_tokenizer"]) == (4.0, 0.75)  # 3000 / 750, 3000 / 4000
+    assert found["memory_1M_over_10k"] == pytest.approx(1.1)  # 110 / 100
+    assert found["by_rows"]["10000"]["memory_ours_over_trl"] == 0.25  # 100 / 400
+    assert found["by_rows"]["1000000"]["ours_over_trl"] == 4.0  # 3200 / 800
+
+
+@pytest.mark.parametrize("text", ["ten", "", "0", "10,-1", "1e6"])
+def test_numbers_of_rows_that_are_none_are_refused(text: str):
+    with pytest.raises(SystemExit, match="expected numbers of rows such as 10000,1000000"):
+        data.row_counts(text)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """A folder with a small tokenizer of its own."""
+    make_tokenizer(["one two three 1 2 3 No. user assistant"] * 20).save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def test_a_measurement_says_time_memory_and_what_came_out_or_why_it_failed(tmp_path: Path, tokenizer: str):
+    data.write_rows(tmp_path / "rows.jsonl", data.changed_rows(ROWS, 40), "messages")
+    file, cache = str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")
+    found = data.measure(data.Job("ours", 40, 40, file=file, tokenizer=tokenizer, cache=cache))
+    assert "error" not in found, found
+    assert found["masks"] == {"prefix": 40}
+    assert 0 < found["trained_tokens"] < found["tokens"]
+    assert found["rows_per_s"] == pytest.approx(40 / found["prepare_s"])
+    assert found["total_s"] > found["prepare_s"]
+    assert found["peak_rss_bytes"] > 10**7
+    job = data.Job("ours", 1, 1, file=str(tmp_path / "none.jsonl"), tokenizer=tokenizer, cache=str(tmp_path))
+    assert "none.jsonl" in data.measure(job)["error"]
+
+
+@pytest.mark.slow
+def test_trl_and_this_project_make_the_same_tokens(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data, "real_rows", lambda: ("two rows", ROWS))
+    answer = data.bench([60], tokenizer, tmp_path / "out.json", trl_rows=60, rounds=1)
+    runs = {(one["tool"], one["form"]): one for one in answer["runs"]}
+    made = {key: one["ids_digest"] for key, one in runs.items() if "ids_digest" in one}
+    assert (len(set(made.values())), {tool for tool, _ in made}) == (1, {"ours", "trl"}), runs
+    assert json.loads((tmp_path / "out.json").read_text())["ratios"] == answer["ratios"]
+    assert answer["ratios"]["by_rows"]["60"]["second_start_s"] < 5
+
+
+def test_the_tool_of_a_developers_command_is_found_from_any_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".", str(ROOT))])
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert callable(developing.benchmark_module("mask_score.score", command="mask-score").score)
+    assert sys.path[0] == str(ROOT)
+    with pytest.raises(ConfigError, match="make nothing in a clone"):
+        developing.benchmark_module("nothing", command="nothing")

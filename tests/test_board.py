@@ -98,9 +98,9 @@ def test_each_split_is_a_run_of_its_own_and_charts_come_with_their_figures(tmp_p
     log(writer, 2, test_loss=2.0, test_exact_match=1.0, epoch=0.2)
     writer.on_train_end()
     log(writer, 2, test_loss=9.0, test_entropy=1.0)  # the figures of weights that were loaded again
-    assert points(tmp_path / "tb" / "validation") == {"eval/loss": {2: 2.5}, "eval/exact_match": {2: 0.5}}
+    shown = {split: points(tmp_path / "tb" / split) for split in ("validation", "test")}
     tested = {"test/loss": {2: 2.0}, "test/exact_match": {2: 1.0}, "test/entropy": {2: 1.0}}
-    assert points(tmp_path / "tb" / "test") == tested
+    assert shown == {"validation": {"eval/loss": {2: 2.5}, "eval/exact_match": {2: 0.5}}, "test": tested}
     for split, words in (("validation", "what?"), ("test", "and now?")):
         (text,) = accumulated(tmp_path / "tb" / split).Tensors("answers/text_summary")
         assert text.step == 2
@@ -126,8 +126,7 @@ def test_the_table_of_hparams_has_the_figures_that_the_run_measures(tmp_path):
 def test_a_resumed_run_has_each_point_once_and_those_of_the_steps_that_count(tmp_path):
     draw = random.Random(1)
     for trial in range(2):
-        folder = tmp_path / str(trial)
-        ended, every = draw.randint(3, 30), draw.choice([1, 2, 5])
+        folder, ended, every = tmp_path / str(trial), draw.randint(3, 30), draw.choice([1, 2, 5])
         kept = draw.choice([None, draw.randint(0, ended)])
         first = make_board(folder)
         for step in range(0, ended + 1, every):
@@ -163,15 +162,12 @@ def test_what_is_measured_is_told_before_it_is(tmp_path):
 def test_a_run_that_is_stopped_and_resumed_shows_what_its_metrics_file_says(tmp_path, tiny_llama, succeed):
     rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(20)))
     sizes = {"effective_batch_size": 4, "batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
-    config = write_run(
-        tmp_path,
-        tiny_llama,
-        rows,
-        data={"val_path": str(rows), "test_path": str(rows)},
-        train={**sizes, "report_to": ["tensorboard"]},
-        eval={"steps": 2, "generate_rows": 2, "max_new_tokens": 4},
-        output={"name": "it"},
+    data, judged = (
+        {"val_path": str(rows), "test_path": str(rows)},
+        {"steps": 2, "generate_rows": 2, "max_new_tokens": 4},
     )
+    train, output = {**sizes, "report_to": ["tensorboard"]}, {"name": "it"}
+    config = write_run(tmp_path, tiny_llama, rows, data=data, train=train, eval=judged, output=output)
     succeed("train", "--config", str(config), "train.stop_after_steps=3")
     succeed("resume", "--config", str(config))
     run = tmp_path / "outputs" / "it"

@@ -5,7 +5,6 @@ import json
 import random
 from dataclasses import replace
 from datetime import date, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -121,50 +120,46 @@ def few_prices(monkeypatch):
     monkeypatch.setattr("sft_play.commands.plan.lowest_prices", lambda: few)
 
 
-def test_the_plan_is_that_of_the_cheapest_machine_and_the_json_has_all(
-    command: Command, run_yaml, few_prices, tmp_path
-):
-    data, text = answered(command, tmp_path / "plan.json", "--config", run_yaml, "--budget", "50")
+@pytest.fixture
+def answered(command: Command, run_yaml, tmp_path):
+    """A function that plans with more words: the answer and what was printed."""
+
+    def run(*words: str):
+        _, text = command("plan", "--config", run_yaml, *words, "--out", str(tmp_path / "plan.json"))
+        return json.loads((tmp_path / "plan.json").read_text()), text
+
+    return run
+
+
+def test_the_plan_is_that_of_the_cheapest_machine_and_the_json_has_all(answered, few_prices):
+    data, text = answered("--budget", "50")
     assert "Budget 50.00 USD: the cheapest machine is 1x" in text
     best = data["budget"]["cheapest"]
     assert f"1x{data['hardware']['gpus'][0]['name'].removeprefix('NVIDIA ')}" == best["machine"]
     assert data["hardware"]["price_per_gpu_hour"] == best["usd_per_gpu_hour"]
     assert data["run"]["cost"] == pytest.approx(best["cost"])
     costs = [one["cost"] for one in data["budget"]["machines"]]
-    assert costs == sorted(costs)
-    assert data["budget"]["too_small"] == ["1xT4"]
+    assert (costs, data["budget"]["too_small"]) == (sorted(costs), ["1xT4"])
 
 
-def answered(command: Command, out: Path, *words: str):
-    """The answer and what was printed."""
-    _, text = command("plan", *words, "--out", str(out))
-    return json.loads(out.read_text()), text
-
-
-def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(command: Command, run_yaml, tmp_path):
-    words = (tmp_path / "plan.json", "--config", run_yaml, "--budget", "9", "--hardware")
-    listed, _ = answered(command, *words, "1xH100")
-    given, _ = answered(command, *words, "1xH100", "--price", "100")
-    inside, _ = answered(command, *words, "1xH100,price=100")
+def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(answered):
+    asked = (("1xH100",), ("1xH100", "--price", "100"), ("1xH100,price=100",))
+    listed, given, inside = (answered("--budget", "9", "--hardware", *words)[0] for words in asked)
     lowest = min(price.usd for price in load_prices() if price.gpu == "H100" and 1 in price.gpu_counts)
-    assert listed["budget"]["machines"][0]["usd_per_gpu_hour"] == lowest
-    assert given["budget"] == inside["budget"]
+    assert (listed["budget"]["machines"][0]["usd_per_gpu_hour"], given["budget"]) == (lowest, inside["budget"])
     only = given["budget"]["machines"]
     assert (len(only), only[0]["usd_per_gpu_hour"], only[0]["provider"]) == (1, 100, None)
     assert given["budget"]["price_ages_days"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--budget", "5", "train.max_steps=null"), "BUDGET needs the length of the run"),
-        (("--budget", "5", "--hardware", "1xRTX3060"), "price list has no 1xRTX 3060"),
-        (("--budget", "5", "--price", "2"), "HARDWARE=2xH200"),
-        (("--budget", "-1"), "not an amount of money, such as BUDGET=20"),
-        (("--budget", "much"), "not an amount of money, such as BUDGET=20"),
-        (("--budget", "２０"), "not an amount of money, such as BUDGET=20"),  # as STEPS=３ is refused
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("--budget", "5", "train.max_steps=null"), "BUDGET needs the length of the run"),
+    (("--budget", "5", "--hardware", "1xRTX3060"), "price list has no 1xRTX 3060"),
+    (("--budget", "5", "--price", "2"), "HARDWARE=2xH200"),
+    (("--budget", "-1"), "not an amount of money, such as BUDGET=20"),
+    (("--budget", "much"), "not an amount of money, such as BUDGET=20"),
+    (("--budget", "２０"), "not an amount of money, such as BUDGET=20"),  # as STEPS=３ is refused
+])  # fmt: skip
 def test_what_is_missing_is_asked_for(refuse, run_yaml, few_prices, words, message):
     assert message in refuse("plan", "--config", run_yaml, *words)
 

@@ -1,7 +1,6 @@
 """The model card, and `make push`: what is uploaded, what is asked first, and what is never in it."""
 
 import contextlib
-import functools
 import io
 import json
 import re
@@ -20,14 +19,7 @@ from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import plan_upload
 from sft_play.finished.load import build_run_renderer, load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
-from sft_play.training.checkpoints.card import (
-    REPOSITORY_PLACEHOLDER,
-    CardBase,
-    CardFacts,
-    answer_stop_ids,
-    describe_base,
-    render_card,
-)
+from sft_play.training.checkpoints import card
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_token_rows, load_tokenizer
 from tests.conftest import chat, write_rows, write_run
@@ -39,25 +31,20 @@ KINDS = {
     "lora": (llama, {}),
     "qlora": (llama, {"mode": "qlora", "precision": "bf16"}),
     "full": (llama, {"mode": "full"}),
-    "dora and a larger vocabulary": (
-        lambda: llama(vocab_size=300), {"use_dora": True, "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
+    "dora and a larger vocabulary": (lambda: llama(vocab_size=300), {
+        "use_dora": True, "modules_to_save": ["embed_tokens", "lm_head"]}),
     "text tower": (gemma3_with_images, {}),
 }  # fmt: skip
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
 
 
-def facts_of(run) -> CardFacts:
+def facts_of(run) -> card.CardFacts:
     """What the card of a fabricated run says."""
     tokenizer = load_tokenizer(run.config).tokenizer
     size, new_rows = len(tokenizer), added_token_rows(tokenizer, run.config)
     spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=size, new_rows=new_rows)
-    stop = answer_stop_ids(run.config, tokenizer, build_run_renderer(run, tokenizer))
+    stop = card.answer_stop_ids(run.config, tokenizer, build_run_renderer(run, tokenizer))
     return card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model")
-
-
-def card(run) -> str:
-    return render_card(facts_of(run), describe_base(run.config))
 
 
 def run_of_kind(folder: Path, kind: str):
@@ -65,7 +52,7 @@ def run_of_kind(folder: Path, kind: str):
     build, options = KINDS[kind]
     base = make_base(folder / f"base of {kind}", build())
     run = find_finished_run(folder, str(finished_run(folder / kind, base, **options)))
-    (run.weights / "README.md").write_text(card(run))
+    (run.weights / "README.md").write_text(card.render_card(facts_of(run), card.describe_base(run.config)))
     return run
 
 
@@ -110,8 +97,7 @@ class Hub:
     def take_the_place(self, monkeypatch) -> None:
         """Of the real hub, with a token of its own."""
         for name in ("whoami", "model_info", "create_repo", "create_commit"):
-            method = functools.partial(getattr(self, name))
-            monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", method)
+            monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", getattr(self, name))
         monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
 
 
@@ -137,7 +123,7 @@ def test_the_cards_code_loads_what_was_trained(tmp_path, kind):
     run = run_of_kind(tmp_path, kind)
     names = {"name": run.weights, **({"base": Path(run.config.model.name)} if run.is_adapter else {})}
     scope: dict[str, object] = {}
-    exec(snippet(card(run), **names), scope)
+    exec(snippet((run.weights / "README.md").read_text(), **names), scope)
     expected = logits(load_trained_model(run))
     # bitsandbytes computes NF4 by another kernel on CPUs with AVX512-BF16, unless it is told not to, as training does
     tolerance = 0.02 if run.is_quantized else 1e-5
@@ -156,23 +142,14 @@ def test_the_cards_code_loads_what_was_trained(tmp_path, kind):
         assert yaml.safe_load(text.split("---")[1])["library_name"] == "transformers"
 
 
-def test_a_run_writes_its_card_with_figures_and_without_rows_paths_or_secrets(
-    tmp_path, tiny_llama, succeed, monkeypatch
-):
+def test_a_run_writes_its_card_with_figures_and_no_rows_paths_or_secrets(tmp_path, tiny_llama, succeed, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-value-of-mine")
-    rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
-    config = write_run(
-        tmp_path,
-        tiny_llama,
-        write_rows(tmp_path / "private rows.jsonl", rows),
-        tuning={"lora": {"r": 4, "alpha": 12}},
-        data={"val_fraction": 0.25},
-        train={"learning_rate": 1e-2},
-        eval={"generate_rows": 2, "max_new_tokens": 4},
-        output={"dir": str(tmp_path), "name": "s3cret-value-of-mine"},
-    )
-    succeed("train", "--config", str(config))
-    (folder,) = tmp_path.glob("s3cret*")
+    chats = (chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40))
+    rows, tuning = write_rows(tmp_path / "private rows.jsonl", chats), {"lora": {"r": 4, "alpha": 12}}
+    options = {"data": {"val_fraction": 0.25}, "train": {"learning_rate": 1e-2}}
+    options |= {"eval": {"generate_rows": 2, "max_new_tokens": 4}, "output": {"name": "s3cret-value-of-mine"}}
+    succeed("train", "--config", str(write_run(tmp_path, tiny_llama, rows, tuning=tuning, **options)))
+    folder = tmp_path / "outputs" / "s3cret-value-of-mine"
     text = (folder / "adapter" / "README.md").read_text()
     summary = json.loads((folder / "summary.json").read_text())
     data = json.loads((folder / "manifest.json").read_text())["data"]
@@ -187,19 +164,18 @@ def test_a_run_writes_its_card_with_figures_and_without_rows_paths_or_secrets(
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "peft"
     assert not {"base_model", "language"} & set(front)  # a folder's name would be another model's on the hub
-    assert "[More Information Needed]" not in text
-    for hidden in (str(tmp_path), str(tiny_llama), "private rows", "what is", "s3cret-value-of-mine"):
-        assert hidden not in text
+    unwanted = ("private rows", "what is", "s3cret-value-of-mine", "[More Information Needed]")
+    assert not [words for words in (str(tmp_path), str(tiny_llama), *unwanted) if words in text]
 
 
 def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     base = make_base(tmp_path / "models--Some-Org--Some.Model-1B" / "snapshots" / "0123", llama())
-    named = lambda folder: describe_base(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
-    assert named(base) == CardBase("Some-Org/Some.Model-1B", True, {})
+    named = lambda folder: card.describe_base(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
+    assert named(base) == card.CardBase("Some-Org/Some.Model-1B", True, {})
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
-    assert named(plain) == CardBase("plain", False, {})
+    assert named(plain) == card.CardBase("plain", False, {})
     config = json.loads((plain / "config.json").read_text())
     for recorded, wanted in (("Org/Model-7B", ("Org/Model-7B", True)), ("/home/me/model", ("plain", False))):
         (plain / "config.json").write_text(json.dumps(config | {"_name_or_path": recorded}))
@@ -210,36 +186,31 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     assert named(plain).license == {}
     (plain / "config.json").write_text(json.dumps(config | {"license": "apache-2.0"}))
     assert named(plain).license == {"license": "apache-2.0"}
-    assert describe_base(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
+    assert card.describe_base(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
     starter = SimpleNamespace(model=SimpleNamespace(name="sft-play/starter-base"))
-    assert describe_base(starter) == CardBase("sft-play/starter-base", False, {})
+    assert card.describe_base(starter) == card.CardBase("sft-play/starter-base", False, {})
 
 
 def test_front_matter_names_base_licence_and_data_of_the_hub(world):
     run = find_finished_run(world, "lora")
     data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
     changed = replace(run, config=run.config.model_copy(update={"data": data}))
-    text = render_card(facts_of(changed), CardBase("Org/Base", True, {"license": "apache-2.0"}))
+    text = card.render_card(facts_of(changed), card.CardBase("Org/Base", True, {"license": "apache-2.0"}))
     front = yaml.safe_load(text.split("---")[1])
     named = ("base_model", "license", "datasets", "pipeline_tag")
     assert [front[key] for key in named] == ["Org/Base", "apache-2.0", ["org/rows"], "text-generation"]
     assert 'base = "Org/Base"\n' in text
-    assert REPOSITORY_PLACEHOLDER in text
+    assert card.REPOSITORY_PLACEHOLDER in text
 
 
-ADAPTER = [
-    "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json",
-    "tokenizer_config.json",
-]  # fmt: skip
-WHOLE = [
-    "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    "tokenizer_config.json",
-]  # fmt: skip
+BOTH = ("README.md", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
+ADAPTER = sorted([*BOTH, "adapter_config.json", "adapter_model.safetensors"])
+WHOLE = sorted([*BOTH, "config.json", "generation_config.json", "model.safetensors"])
+MERGED = sorted([*WHOLE, "merge.json"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "files"),
-    [("lora", [], ADAPTER), ("full", [], WHOLE), ("lora", ["--merged"], sorted([*WHOLE, "merge.json"]))],
+    ("kind", "words", "files"), [("lora", [], ADAPTER), ("full", [], WHOLE), ("lora", ["--merged"], MERGED)]
 )
 def test_exactly_the_models_files_are_uploaded(world, hub, succeed, kind, words, files):
     run = find_finished_run(world, kind)
@@ -258,15 +229,11 @@ def test_exactly_the_models_files_are_uploaded(world, hub, succeed, kind, words,
     weights = next(name for name in files if name.endswith(".safetensors"))
     assert hub.files[weights] == (folder / weights).read_bytes()
     for name in set(files) - {weights}:
-        text = hub.files[name].decode()
-        for hidden in (str(world), "what is", SECRET):
-            assert hidden not in text, name
+        assert not [hidden for hidden in (str(world), "what is", SECRET) if hidden in hub.files[name].decode()], name
     assert 'name = "me/it"' in hub.files["README.md"].decode()
     if "adapter_config.json" in files:
-        settings = json.loads(hub.files["adapter_config.json"])
-        assert settings.pop("base_model_name_or_path") == f"base of {kind}"
         own = json.loads((folder / "adapter_config.json").read_text())
-        assert settings == {key: value for key, value in own.items() if key != "base_model_name_or_path"}
+        assert json.loads(hub.files["adapter_config.json"]) == {**own, "base_model_name_or_path": f"base of {kind}"}
 
 
 def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monkeypatch):
@@ -283,14 +250,13 @@ def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monk
         assert bool(hub.files) is is_pushed
     assert "a new PUBLIC repository" in asked[0]
     assert hub.repositories == {"me/it": False}
-    code, printed = command(*words)
+    command(*words)
     assert "the existing PUBLIC repository is updated" in asked[-1]
     hub.commits = 0
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     code, printed = command(*words, "--yes")
     assert (code, hub.commits, "PUBLIC=1 has to confirm it" in printed) == (2, 0, True)
-    assert command(*words, "--yes", "--public")[0] == 0
-    assert hub.commits == 1
+    assert (command(*words, "--yes", "--public")[0], hub.commits) == (0, 1)
     hub.repositories["me/it"] = True
     upload = plan_upload(find_finished_run(world, "lora"), "me/it", is_merged=False, is_public=True, is_confirmed=True)
     assert upload.is_private

@@ -40,10 +40,6 @@ def damage(path: Path, kind: str, rng: random.Random) -> None:
         path.write_bytes(content)
 
 
-def files(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
-
-
 @pytest.fixture(scope="module")
 def of_all_kinds(tmp_path_factory) -> Path:
     """A checkpoint with files of many sizes, some below a folder, one of zeros, one empty."""
@@ -69,9 +65,9 @@ def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, 
     (staged / checkpoints.COMPLETE_FILE).unlink()
     one = checkpoints.commit_checkpoint(staged, tmp_path)
     assert not staged.parent.exists()
-    rng = random.Random(piece)
+    rng, files = random.Random(piece), sorted(path for path in one.rglob("*") if path.is_file() and path.stat().st_size)
     for number in range(120):
-        path = rng.choice(files(one))
+        path = rng.choice(files)
         kept = path.read_bytes()
         damage(path, KINDS[number % len(KINDS)], rng)
         found = checkpoints.find_damage(one)
@@ -116,8 +112,7 @@ def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of
     monkeypatch.undo()
     at = done.index("rename")
     expected = {str(written), *(str(written / path.relative_to(final)) for path in final.rglob("*"))}
-    assert set(done[:at]) == expected
-    assert done[at + 1 :] == [str(tmp_path)]
+    assert (set(done[:at]), done[at + 1 :]) == (expected, [str(tmp_path)])
 
 
 def test_a_resume_after_damage_repeats_the_run(train):  # noqa: F811
@@ -181,13 +176,23 @@ def finished(request, tmp_path_factory, tiny_llama, sums) -> Path:
     return folder
 
 
+def weights_of(run: Path) -> Path:
+    """The folder of the trained weights."""
+    return run / ("adapter" if (run / "adapter").is_dir() else "model")
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """The run, to be changed."""
+    return Path(shutil.copytree(finished / "outputs" / "one", tmp_path / "one"))
+
+
 def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished, refuse, tmp_path, monkeypatch):
     run, config = finished / "outputs" / "one", finished / "run.yaml"
-    is_adapter = (run / "adapter").is_dir()
-    weights = run / ("adapter" if is_adapter else "model")
-    assert {"config.json" if not is_adapter else "adapter_config.json", "tokenizer.json"} <= set(
-        json.loads((weights / checkpoints.COMPLETE_FILE).read_text())["digests"]
-    )
+    weights = weights_of(run)
+    is_adapter = weights.name == "adapter"
+    digests = json.loads((weights / checkpoints.COMPLETE_FILE).read_text())["digests"]
+    assert {"adapter_config.json" if is_adapter else "config.json", "tokenizer.json"} <= set(digests)
     (tmp_path / "prompts.txt").write_text("what is 1 + 1?\n")
     monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
     monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
@@ -211,18 +216,15 @@ def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished,
         path.write_bytes(content)
 
 
-def test_what_people_edit_and_runs_without_digests_are_loaded(finished, succeed, refuse, tmp_path, monkeypatch):
-    run = tmp_path / "one"
-    shutil.copytree(finished / "outputs" / "one", run)
-    is_adapter = (run / "adapter").is_dir()
-    weights = run / ("adapter" if is_adapter else "model")
+def test_what_people_edit_and_runs_without_digests_are_loaded(copied, succeed, refuse, tmp_path, monkeypatch):
+    weights = weights_of(copied)
     (tmp_path / "prompts.txt").write_text("what is 1 + 1?\n")
     monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
     (weights / "README.md").write_text("# My own words\n")
     (weights / "notes.txt").write_text("more\n")
-    settings = weights / ("adapter_config.json" if is_adapter else "generation_config.json")
+    settings = weights / ("adapter_config.json" if weights.name == "adapter" else "generation_config.json")
     settings.write_text(json.dumps(json.loads(settings.read_text())))  # the same, on one line
-    words = ("infer", "--run", str(run), "--max-new-tokens", "2")
+    words = ("infer", "--run", str(copied), "--max-new-tokens", "2")
     for place in ("with", "without"):
         monkeypatch.setenv("OUTPUT", str(tmp_path / f"{place}.jsonl"))
         succeed(*words)
@@ -233,9 +235,8 @@ def test_what_people_edit_and_runs_without_digests_are_loaded(finished, succeed,
     assert "complete.json is damaged" in refuse(*words)
 
 
-def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, succeed, refuse, tmp_path):
-    run = tmp_path / "one"
-    shutil.copytree(finished / "outputs" / "one", run)
+def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(copied, succeed, refuse, tmp_path):
+    run = copied
     if not (run / "adapter").is_dir():
         pytest.skip("all weights were trained: nothing is merged")
     succeed("merge", "--run", str(run))

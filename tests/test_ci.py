@@ -1,15 +1,19 @@
-"""What the public workflow and the hooks name is there: targets, files, versions of Python, pinned packages."""
+"""What the public workflow, the hooks, the Dockerfile and the devcontainer name is there, as far as it can be checked
+without a network; the image builds by the lock, and nothing of a person's checkout gets in."""
 
+import fnmatch
+import json
 import re
+import shlex
+import shutil
+import subprocess
 import tomllib
 
 import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, clean_environment
 
 PLANNER_NEEDS_NO = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
-
-
 JOBS = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))["jobs"]
 
 
@@ -18,18 +22,14 @@ def commands(*names: str) -> list[str]:
     return [step["run"] for name in names or JOBS for step in JOBS[name]["steps"] if "run" in step]
 
 
-def test_the_workflow_names_targets_and_files_that_are_there():
+def test_the_workflow_names_targets_and_files_that_are_there_and_every_supported_python():
     text = "\n".join(commands())
     targets = set(re.findall(r"make ([a-z-]+)", text))
     assert targets == {"setup", "lint", "test", "coverage"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(f"\n{target}:" in makefile for target in targets)
     files = re.findall(r"(?<!\^)(?:tests|configs)/\S+", text)
-    assert len(files) == 9
-    assert [file for file in files if not (ROOT / file).is_file()] == []
-
-
-def test_the_workflow_runs_every_python_that_the_package_supports():
+    assert (len(files), [file for file in files if not (ROOT / file).is_file()]) == (9, [])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     low, high = (int(number) for number in re.findall(r"3\.(\d+)", project["requires-python"]))
     assert JOBS["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]
@@ -65,3 +65,80 @@ def test_the_hooks_run_what_lint_runs():
     named = re.findall(r"(tests/\S+) -k (\S+)", said)
     assert [(path, word) for path, word in named if f"_{word}" not in (ROOT / path).read_text(encoding="utf-8")] == []
     assert named
+
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+INSTRUCTIONS = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
+STEPS = [(word, rest.strip()) for word, rest in re.findall(r"^([A-Z]+)\s+(.*)$", INSTRUCTIONS, re.MULTILINE)]
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def ignored(path: str) -> bool:
+    """Whether Docker leaves a path out: a pattern matches it or a folder above it; `**/` is any depth."""
+    parts = path.split("/")
+    return any(
+        fnmatch.fnmatchcase("/".join(parts[: count + 1]), pattern)
+        or (pattern.startswith("**/") and fnmatch.fnmatchcase(parts[count], pattern[3:]))
+        for pattern in IGNORED
+        for count in range(len(parts))
+    )
+
+
+def test_the_instructions_are_dockers_in_an_order_that_builds():
+    words = [word for word, _ in STEPS]
+    assert set(words) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
+    assert words[:2] == ["ARG", "FROM"]  # only an ARG may come before FROM
+    assert words.index("COPY") < max(place for place, word in enumerate(words) if word == "RUN")
+    for word, rest in STEPS:
+        if word == "RUN":  # the shell reads each
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+        if word == "CMD":
+            assert json.loads(rest) == ["sft-play", "--help"]
+    assert shlex.split(dict(STEPS)["ENV"]) == ["PATH=/opt/sft_play/.venv/bin:${PATH}"]
+
+
+def test_cuda_and_torch_are_of_one_version_and_the_rest_is_what_a_run_needs():
+    arguments = dict(rest.split("=") for word, rest in STEPS if word == "ARG")
+    major, minor, _ = arguments["CUDA"].split(".")
+    assert arguments["TORCH"] == f"cu{major}{minor}"
+    other = re.search(r"--build-arg CUDA=(\d+)\.(\d+)\.\d+ --build-arg TORCH=cu(\d+)", DOCKERFILE)
+    assert other is not None
+    assert other[3] == other[1] + other[2]
+    assert dict(STEPS)["FROM"].startswith("nvidia/cuda:${CUDA}-runtime-")
+    installed = next(rest for _, rest in STEPS if "apt-get install" in rest).split()
+    assert {"gcc", "g++", "make", "git", "python3", "python3-venv", "python3-dev"} <= set(installed)
+
+
+def test_the_image_has_what_setup_and_make_read_and_nothing_else_of_a_checkout(tmp_path):
+    for path in (".git/config", ".venv/bin/python", ".venv-unsloth/x", "data/my.jsonl", "outputs/run/adapter/x", ".env",
+                 "sft_play/planner/__pycache__/x.pyc", "build/lib/x", ".coverage.1"):  # fmt: skip
+        assert ignored(path), path
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in listed.stdout.splitlines():
+        assert not ignored(path), path  # sft_play/data and benchmarks/data.py are code
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, tmp_path / path)
+    run = next(rest for word, rest in STEPS if word == "RUN" and "make setup" in rest)
+    words = shlex.split(run.replace("${TORCH}", "cu130"))
+    words = ["make", "-n", *words[words.index("make") + 1 :]]
+    dry = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+    assert "scripts/setup_env.py" in dry.stdout
+    assert (tmp_path / "requirements.lock").is_file()
+
+
+def test_jobs_and_devcontainer_find_the_project_where_the_image_has_it():
+    place = next(rest for word, rest in STEPS if word == "WORKDIR")
+    job = (ROOT / "sft_play" / "commands" / "jobs" / "kubeflow.yaml.jinja").read_text()
+    assert f'"{place}/scripts/train_distributed.sh"' in job
+    folder = ROOT / ".devcontainer"
+    container = json.loads((folder / "devcontainer.json").read_text())
+    assert (folder / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert (folder / container["build"]["context"]).resolve() == ROOT
+    assert container["containerEnv"]["VENV"] == f"{place}/.venv"
+    assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].startswith(place)
+    for schema in container["customizations"]["vscode"]["settings"]["yaml.schemas"]:
+        assert (ROOT / schema).is_file()
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    for line in ("docker build -t sft-play .", "docker run --rm --gpus all --ipc=host"):
+        assert (line in DOCKERFILE, line in page) == (True, True)

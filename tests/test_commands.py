@@ -36,31 +36,24 @@ from tests.test_score import write as write_peaks
 
 
 def test_there_is_a_case_for_every_command_and_its_schema():
-    assert set(COMMAND_CASES) == set(COMMAND_FILES)
-    assert schemas().keys() - {"ending"} == set(COMMAND_CASES)
+    assert (set(COMMAND_CASES), schemas().keys() - {"ending"}) == (set(COMMAND_FILES), set(COMMAND_CASES))
     for schema in schemas().values():
         Draft202012Validator.check_schema(schema)
 
 
-ENDINGS = [
-    ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1.5, "checks": []}, None),
-    ({"ok": False, "kind": "fix", "exit": 2, "error": "no"}, None),
+@pytest.mark.parametrize(("answer", "wrong"), [
     ({"ok": False, "kind": "fix", "exit": 2}, "'error' is a required property"),
     ({"ok": False, "kind": "done", "exit": 2, "error": "no"}, "should not be valid"),
     ({"ok": False, "kind": "broken", "exit": 2, "error": "no"}, "'broken' is not one of"),
     ({"ok": True, "kind": "fix", "exit": 0, "elapsed_s": 1.5, "checks": []}, "'done' was expected"),
     ({"ok": True, "kind": "done", "exit": 0, "checks": []}, "'elapsed_s' is a required property"),
     ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1, "checks": [{"name": "x"}]}, "is a required property"),
-]
-
-
-@pytest.mark.parametrize(("answer", "wrong"), ENDINGS)
+])  # fmt: skip
 def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
-    if wrong is None:
+    refuse_invalid("check", {"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1.5, "checks": []})
+    refuse_invalid("check", {"ok": False, "kind": "fix", "exit": 2, "error": "no"})
+    with pytest.raises(ValidationError, match=wrong):
         refuse_invalid("check", answer)
-    else:
-        with pytest.raises(ValidationError, match=wrong):
-            refuse_invalid("check", answer)
 
 
 def test_kinds_are_those_of_the_schema_and_json_has_no_nan(capfd):
@@ -113,9 +106,9 @@ def world(tmp_path_factory, tiny_llama) -> Iterator[Path]:
     write_run(folder, tiny_llama, Path("rows.jsonl"), train=train, output={"dir": "outputs"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for words in (f"{TRAINED}begun train.stop_after_steps=1", f"{TRAINED}whole"):
-            assert main(["train", "--config", "run.yaml", *words.split()]) == 0
-        assert main(["merge", "--config", "run.yaml", "--run", "whole", "--out", "merged"]) == 0
+        trained = (f"train {TRAINED}begun train.stop_after_steps=1", f"train {TRAINED}whole")
+        for words in (*trained, "merge --run whole --out merged"):
+            assert main([*words.split(), "--config", "run.yaml"]) == 0
         shutil.copytree("outputs/begun", "outputs/old")
         yield folder
         main(["tb-stop", "--config", "run.yaml"])  # whichever tests ran, and in whatever order
@@ -144,8 +137,7 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
         Hub().take_the_place(monkeypatch)
     if name == "serve":  # it stays until it is ended
         monkeypatch.setattr("sft_play.finished.serve.TransformersService.wait", ended_at_once)
-    if name == "infer":
-        monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
+    monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
     monkeypatch.setenv("BROWSER", "")
     monkeypatch.setattr(sys, "executable", warm.python())  # of the ranks that it starts
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -180,16 +172,14 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
     config = write_run(tmp_path, tiny_llama, sums)
     small = replace(parse_hardware("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
     monkeypatch.setattr("sft_play.launch.planning.detect_hardware", lambda: small)
-    for flags in (["--json"], []):
-        capfd.readouterr()
-        assert main(["train", "--config", str(config), *flags]) == 3
-        out, err = capfd.readouterr()
-        assert "does not fit" in err
-        if flags:
-            assert json.loads(out)["fits"] is False
-            refuse_invalid("ending", json.loads(out))
-        else:
-            assert "{" not in out
+    capfd.readouterr()
+    assert main(["train", "--config", str(config)]) == 3
+    out, err = capfd.readouterr()
+    assert ("does not fit" in err, "{" in out) == (True, False)
+    assert main(["train", "--config", str(config), "--json"]) == 3
+    out, err = capfd.readouterr()
+    assert ("does not fit" in err, json.loads(out)["fits"]) == (True, False)
+    refuse_invalid("ending", json.loads(out))
 
 
 def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):
@@ -206,8 +196,7 @@ def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):
 def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
     answer = CommandResult({"number": 7}, ["the number is 7"], exit_code=3)
     monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", lambda request: answer)
-    assert main(["gpu-info"]) == 3
-    assert capfd.readouterr() == ("[gpu-info] the number is 7\n", "")
+    assert (main(["gpu-info"]), capfd.readouterr()) == (3, ("[gpu-info] the number is 7\n", ""))
     assert main(["gpu-info", "--json", "--out", f"{tmp_path}/out.json"]) == 3
     expected = {"ok": False, "kind": "does_not_fit", "exit": 3, "error": "the number is 7", "number": 7}
     printed, beside = capfd.readouterr()
@@ -260,8 +249,7 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
     kind, code, error = answer_of(SystemExit("a library gave up"), entry.main)
     assert (kind, code, "a library gave up" in error) == ("failed", 1, True)
     monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
-    assert main(["plan", "--config", "nowhere.yaml", "--json"]) == 2
-    assert capfd.readouterr().out == ""
+    assert (main(["plan", "--config", "nowhere.yaml", "--json"]), capfd.readouterr().out) == (2, "")
 
 
 def test_a_command_imports_its_own_file_alone():

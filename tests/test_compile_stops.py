@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,10 @@ from sft_play.process import waiting
 from sft_play.training import distributed
 from tests.conftest import ROOT, clean_environment, write_run
 from tests.processes import is_alive, wait_for
+from tests.test_distributed import needs_deepspeed
 from tests.test_failures import Started, start, two_ranks_of  # noqa: F401
 
 pytestmark = pytest.mark.build
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 needs_ninja = pytest.mark.skipif(shutil.which("ninja") is None, reason="ninja is not installed here")
 
 COMPILING = '''
@@ -67,13 +65,10 @@ def test_a_stop_before_the_first_step_ends_ranks_and_what_their_programs_started
     assert "Traceback" not in started.printed, started.printed
 
 
-STOPS: list[tuple[str, Callable[[Started], object]]] = [
-    ("Ctrl-C", lambda started: started.process.send_signal(signal.SIGINT)),
-    ("SIGTERM", lambda started: started.process.send_signal(signal.SIGTERM)),
-    ("closed terminal", lambda started: started.process.send_signal(signal.SIGHUP)),
-    ("kill of the command", lambda started: started.process.kill()),
-    ("kill of command and agent", lambda started: [started.agent_process().kill(), started.process.kill()]),
-]
+STOPS = {
+    "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "closed terminal": signal.SIGHUP,
+    "kill of the command": signal.SIGKILL, "kill of command and agent": signal.SIGKILL,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -92,12 +87,14 @@ def compiling(start, tmp_path, tiny_llama, sums) -> Started:  # noqa: F811
 @needs_deepspeed
 @needs_ninja
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stop"), STOPS)
-def test_a_stop_while_deepspeed_compiles_leaves_no_process_and_no_lock(compiling, tmp_path, name, stop):
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stop_while_deepspeed_compiles_leaves_no_process_and_no_lock(compiling, tmp_path, name):
     started = compiling
     wait_for(lambda: compilers(tmp_path, 1) or started.process.poll() is not None, said=lambda: started.printed)
-    started.agent_process()
-    stop(started)
+    agent = started.agent_process()
+    if "agent" in name:
+        agent.kill()
+    started.process.send_signal(STOPS[name])
     assert started.end(20) == (-signal.SIGKILL if "kill" in name else 130), started.printed
     started.require_nobody_left(within_s=15)
     assert not [pid for pid in compilers(tmp_path, 1) if is_alive(pid)]
@@ -123,10 +120,8 @@ store.wait(["what nobody sets"], datetime.timedelta(seconds=float(sys.argv[2])))
 @pytest.mark.parametrize(("when", "wait_s"), [("before", 60), ("begun", 4)])
 def test_a_stop_that_torch_does_not_hear_ends_what_has_nothing_to_save(when, wait_s):
     """It waits for other ranks in native code. Once a step has begun, a wait is left alone."""
-    with subprocess.Popen(
-        [sys.executable, "-c", DEAF, when, str(wait_s)], cwd=ROOT, env=clean_environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    words, options = [sys.executable, "-c", DEAF, when, str(wait_s)], {"cwd": ROOT, "env": clean_environment()}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
         time.sleep(0.5)  # until torch's wait has begun

@@ -3,7 +3,6 @@
 import functools
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +11,17 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.machine import compiler
-from sft_play.machine.compiler import Toolchain, require_inductor
-from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.compiler import require_inductor
+from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration, explain
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS, find_layouts
 from sft_play.planner.plan import RunLength, plan_from_json
 from sft_play.planner.speed import BANDWIDTH_SHARE, COMPILED_TRAFFIC_SHARE, active_params, find_rates, predict_speed
+from tests.test_device import CPU, THERE
 from tests.test_plan_truth import measured
 
-GIB = 2**30
-CPU = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
 MODELS = ("Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-4B")
 MACHINES = ("A100-80GB", "RTX4090", "H100", "2xH100", "4xL40S", "cpu")
 
@@ -56,24 +54,17 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         one, other = plain.speed.parts, fast.speed.parts
         for name in ("matrix", "dequantise", "optimizer", "host"):
             assert other[name] == pytest.approx(one[name])
-        precision, step = plain.precision, plain.choice.step
+        precision, step, shape = plain.precision, plain.choice.step, load_model_shape(model)
         rates = find_rates(plain.hardware, precision)
-        shape = load_model_shape(model)
-        reads = _reads(plain, shape, rates)
+        layers, checkpointed = plain.choice.layers, step.checkpointed_layers
+        again = (layers if checkpointed is None else checkpointed) / layers
+        # seconds of a step in which weights are read, which no compiler spares
+        reads = 2 * active_params(shape) * (2 + again) / (rates.memory_bytes_per_s * BANDWIDTH_SHARE) * step.grad_accum
         assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * COMPILED_TRAFFIC_SHARE)
         assert other["kernel_starts"] < one["kernel_starts"]
         assert fast.speed.step_s < plain.speed.step_s
         again = predict_speed(config(*words), shape, precision, step, rates)
         assert again.step_s == pytest.approx(fast.speed.step_s)
-
-
-def _reads(plan: Any, shape: Any, rates: Any) -> float:
-    """Seconds of a step in which weights are read, which no compiler spares."""
-    step = plan.choice.step
-    layers = plan.choice.layers
-    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
-    weights = active_params(shape)
-    return float(2 * weights * (2 + again) / (rates.memory_bytes_per_s * BANDWIDTH_SHARE) * step.grad_accum)
 
 
 def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
@@ -89,15 +80,14 @@ def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
     assert not any("compil" in text for text in (*plain.reasons, *explain.speed_lines(plain)))
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [("train.kernels=auto", "train.compile: true does not go together with train.kernels=auto"),
-     ("train.gradient_checkpointing=offload", "a compiled block moves nothing to RAM")],
-)  # fmt: skip
-def test_settings_that_do_not_go_together_are_refused_by_the_plan(setting, words):
-    with pytest.raises(ConfigError, match=words):
-        planned("H100", MODELS[0], setting)
-    planned("H100", MODELS[0], setting, compile=False)
+def test_settings_that_do_not_go_together_are_refused_by_the_plan():
+    for setting, words in (
+        ("train.kernels=auto", "train.compile: true does not go together with train.kernels=auto"),
+        ("train.gradient_checkpointing=offload", "a compiled block moves nothing to RAM"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            planned("H100", MODELS[0], setting)
+        planned("H100", MODELS[0], setting, compile=False)
 
 
 def test_layouts_that_exchange_inside_blocks_are_not_possible():
@@ -127,18 +117,13 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
         assert (corrected == untouched, corrected < untouched) == (on, not on)
 
 
-THERE = Toolchain(
-    has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python_version="3.11.9", has_built_module=True
-)
-
-
 @pytest.mark.parametrize(("missing", "words"), [("compiler", "no C compiler"), ("has_triton", "pip install triton")])
 def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, missing, words):
     """What an earlier run has built is not enough: each new kernel is built again."""
-    hardware = parse_hardware("H100")
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: THERE)
+    hardware, there = parse_hardware("H100"), replace(THERE, has_built_module=True)
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: there)
     require_inductor(hardware, {})
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, **{missing: None}))
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(there, **{missing: None}))
     with pytest.raises(HardwareError, match=f"inductor cannot compile here: .*{words}.*compile=false"):
         require_inductor(hardware, {})
 
@@ -161,10 +146,8 @@ def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(tmp_path, monk
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     plan = planned("cpu", MODELS[0], "tuning.mode=lora")
-    summary = {
-        "peak_bytes_by_moment": {"training": {"measured_rss": 5, "measured_allocated": None}},
-        "tokens_per_s": 3.0, "compile": None,
-    }  # fmt: skip
+    peaks = {"training": {"measured_rss": 5, "measured_allocated": None}}
+    summary = {"peak_bytes_by_moment": peaks, "tokens_per_s": 3.0, "compile": None}
     record_measurements([(config(), plan)], summary)
     assert calibration.load_measured_runs() == []
     record_measurements([(config(), plan)], summary | {"compile": {"graphs": 1}})

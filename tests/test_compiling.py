@@ -78,10 +78,10 @@ def graphs() -> int:
     return replaced_code._dynamo_counts()[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpointing"),
-    [("lora", True), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("full", False), ("qlora", False)))],
-)
+SLOW_KINDS = [pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("full", "qlora")]
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), [("lora", True), *SLOW_KINDS])
 def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_llama, kind, checkpointing):
     half = kind != "full"
     model = model_of(tiny_llama, kind, checkpointing=checkpointing)
@@ -100,27 +100,24 @@ def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_
     for (loss, grads), (loss_plain, grads_plain) in zip(found, plain, strict=True):
         assert loss == pytest.approx(loss_plain, rel=1e-3 if half else 1e-5)
         assert float((grads - grads_plain).norm() / grads_plain.norm()) < (1e-2 if half else 1e-5)
-    assert len({loss for loss, _ in found}) == len(LENGTHS)
-    assert list(model.state_dict()) == names
+    assert (len({loss for loss, _ in found}), list(model.state_dict())) == (len(LENGTHS), names)
     assert not any("_orig_mod" in name for name in names)
 
 
 def test_rows_one_behind_the_other_compile_once_whatever_their_number_and_length(monkeypatch):
     """On CUDA attention between boundaries is an operator that torch knows; here one of the test's stands for it."""
 
+    tensor = torch.Tensor
+
     @torch.library.custom_op("sft_play_tests::between", mutates_args=())
-    def between(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
-    ) -> torch.Tensor:
+    def between(query: tensor, key: tensor, value: tensor, ends: tensor, longest: int, scale: float) -> tensor:
         return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=None)
 
     between.register_fake(lambda query, key, value, ends, longest, scale: torch.empty_like(query))
     kernel = attention_functions.packed_attention
 
-    def standing_in(query, key, value, ends, longest, *, scale, window, lengths):
-        return between(query, key, value, ends, longest, scale) if torch.compiler.is_compiling() else kernel(
-            query, key, value, ends, longest, scale=scale, window=window, lengths=lengths
-        )  # fmt: skip
+    def standing_in(*given, scale, **options):
+        return between(*given, scale) if torch.compiler.is_compiling() else kernel(*given, scale=scale, **options)
 
     monkeypatch.setattr(attention_functions, "packed_attention", standing_in)
     torch.manual_seed(0)
@@ -131,8 +128,7 @@ def test_rows_one_behind_the_other_compile_once_whatever_their_number_and_length
         before = graphs()
         replaced_code.compile_in_place(model)
         found = [packed(model, lengths) for lengths in rows]
-    assert graphs() - before == 1
-    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
+    assert (graphs() - before, sum(torch._dynamo.utils.counters["graph_break"].values())) == (1, 0)
     for one, other in zip(found, plain, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
@@ -142,12 +138,9 @@ def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
     ids = torch.randint(3, 290, (1, total), generator=torch.Generator().manual_seed(total))
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     places = torch.cat([torch.arange(length) for length in lengths])[None]
-    longest = max(lengths)
-    logits: torch.Tensor = model(
-        input_ids=ids, position_ids=places, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest,
-        max_length_k=longest, use_cache=False,
-    ).logits  # fmt: skip
-    return logits
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **longest}
+    return model(input_ids=ids, position_ids=places, use_cache=False, **boundaries).logits
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
@@ -185,20 +178,18 @@ def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
 
 def rounded(graph: Any, inputs: Any) -> Any:
     """Exact in fp32; in 16 bits a multiple of 1/8."""
-    return lambda *given: tuple(
-        one if one.dtype == torch.float32 else one + ((one * 8).round() / 8 - one).detach() for one in graph(*given)
-    )
+    near = lambda one: one + ((one * 8).round() / 8 - one).detach()  # noqa: E731
+    return lambda *given: tuple(one if one.dtype == torch.float32 else near(one) for one in graph(*given))
 
 
 def failing(graph: Any, inputs: Any) -> Any:
     raise RuntimeError("no such instruction")
 
 
-@pytest.mark.parametrize(
-    ("backend", "words"),
-    [(rounded, "a small model of this class computes something else compiled: "),
-     (failing, "not proven: BackendCompilerFailed: ")],
-)  # fmt: skip
+@pytest.mark.parametrize(("backend", "words"), [
+    (rounded, "a small model of this class computes something else compiled: "),
+    (failing, "not proven: BackendCompilerFailed: "),
+])  # fmt: skip
 def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
     monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
     model = AutoModelForCausalLM.from_config(llama())
@@ -214,8 +205,7 @@ def test_what_computes_the_same_is_proven_and_leaves_nothing_behind(dtype):
     state = torch.get_rng_state()
     found = replaced_code.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.is_rounding
-    assert found.fp32_difference < 1e-5
+    assert (found.is_rounding, found.fp32_difference < 1e-5) == (True, True)
     assert (found.half_precision_ratio == 0) == (dtype == torch.float32)
     assert found.half_precision_ratio < replaced_code.MAX_HALF_ERROR_RATIO
 
@@ -247,8 +237,7 @@ def test_seconds_and_graphs_are_told(caplog, monkeypatch):
         passed(model, length=length)
         compiler.on_step_end()
     facts = compiler.figures()
-    assert (facts["graphs"], facts["breaks"]) == (1, 0)
-    assert facts["seconds"] == pytest.approx(sum(waited), abs=0.01)
+    assert (facts["graphs"], facts["breaks"], facts["seconds"]) == (1, 0, pytest.approx(sum(waited), abs=0.01))
     assert "WARNING" not in caplog.text
     passed(model, length=9, rows=1)  # one row is a graph of its own
     assert compiler.figures()["graphs"] == 2
@@ -278,8 +267,7 @@ def test_what_is_not_compiled_is_said_once(caplog, monkeypatch):
 @pytest.fixture
 def run_yaml(tmp_path, tiny_llama, sums):
     train = {"max_steps": 4, "learning_rate": 1e-2, "warmup_steps": 0, "gradient_checkpointing": True, "save_steps": 2}
-    judged = {"steps": 2, "generate_rows": 2, "max_new_tokens": 4}
-    data = {"val_fraction": 0.2}
+    judged, data = {"steps": 2, "generate_rows": 2, "max_new_tokens": 4}, {"val_fraction": 0.2}
     return write_run(tmp_path, tiny_llama, sums, tuning={"mode": "full"}, data=data, train=train, eval=judged)
 
 
@@ -311,8 +299,7 @@ def test_a_stopped_run_with_adapters_goes_on_compiled_and_not_otherwise(refuse, 
     assert "train.compile" in refuse("resume", *words, "output.name=parts", "train.compile=false")
     succeed("resume", *words, "output.name=parts")
     found, whole = (logged(tmp_path / "outputs" / name, "loss") for name in ("parts", "whole"))
-    assert found == pytest.approx(whole, rel=1e-5)
-    assert len(found) == 4
+    assert (found, len(found)) == (pytest.approx(whole, rel=1e-5), 4)
 
 
 @pytest.mark.slow
@@ -328,8 +315,7 @@ def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
         found, found_grads = passed(model, length=length)
         assert found == pytest.approx(loss, rel=1e-2)  # a bf16 base without autocast
         assert float((found_grads - grads).norm() / grads.norm()) < 5e-2
-    assert graphs() - before == 1
-    assert list(get_peft_model_state_dict(model)) == names
+    assert (graphs() - before, list(get_peft_model_state_dict(model))) == (1, names)
 
 
 @pytest.mark.slow

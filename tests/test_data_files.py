@@ -41,97 +41,60 @@ KEYS = record("keys", words=TEXT, path=PATH, read=TEXT, switch=YES, values=mappi
 SETTING = {"enum": list(all_options())}
 GPU_FACTS = ["units", "boost_mhz", "bandwidth_gb", "watts", "pcie", "nvlink_gb", "aliases", "dense"]
 SCHEMAS = {
-    "config/other_tools.yaml": record(
-        "",
-        {
-            "sources": listed(TEXT), "rows": listed(KEYS), "prefixes": listed(record("keys words", switch=YES)),
-            "sections": mapping(TEXT), "modules": mapping(TEXT),
-            "data_set": record("path config split max_rows weight beside"),
-        },
-    ),
-    "config/tool_defaults.yaml": mapping(
-        record(
-            "name package version date marks",
-            {"defaults": listed(record("in", {"are": mapping(ANYTHING)}, code=TEXT))},
-            like=TEXT, rows=listed(KEYS), data_sets=mapping(mapping(TEXT)),
-        )
-    ),
+    "config/other_tools.yaml": record("", {
+        "sources": listed(TEXT), "rows": listed(KEYS), "prefixes": listed(record("keys words", switch=YES)),
+        "sections": mapping(TEXT), "modules": mapping(TEXT),
+        "data_set": record("path config split max_rows weight beside"),
+    }),
+    "config/tool_defaults.yaml": mapping(record(
+        "name package version date marks", {"defaults": listed(record("in", {"are": mapping(ANYTHING)}, code=TEXT))},
+        like=TEXT, rows=listed(KEYS), data_sets=mapping(mapping(TEXT)),
+    )),
     "data/sources/columns.json": mapping(
         record("words", missed=TEXT, column={"enum": sorted(KNOWN_COLUMNS)}, becomes=TEXT, usual=TEXT)
     ),
-    "variables.json": record(
-        "of_others others",
-        {
-            "commands": mapping(record("file help", groups=TEXT)), "groups": mapping(TEXT), "targets": mapping(TEXT),
-            "flags": mapping(record("for help", switch=YES, setting=SETTING)), "settings": mapping(SETTING),
-            "variables": mapping(record("for help example", kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)),
-            "other_words": mapping(TEXT),
-        },
-    ),
-    "launch/deepspeed_keys.json": record(
-        "",
-        {
-            "sources": listed(TEXT), "renamed": mapping(TEXT), "auto_is_a_value": listed(TEXT),
-            "sections": mapping(record("keys", file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
-        },
-    ),
-    "machine/gpu_catalog.json": record(
-        "",
-        {
-            "sources": mapping(TEXT),
-            "families": mapping(
-                record("source", {"fp16": NUMBER, "bf16": YES, "fp8": YES, "fp32": NUMBER, "capability": ANYTHING})
-            ),
-            "gpus": listed(
-                record(
-                    "name", {"memory": ANYTHING, "sources": listed(TEXT)}, family=OR_NULL, vendor=TEXT, unified=YES,
-                    **dict.fromkeys(GPU_FACTS, ANYTHING),
-                )
-            ),
-        },
-    ),
-    "machine/gpu_prices.json": record(
-        "",
-        {
-            "lists": mapping(record("provider read address", kept_at=TEXT)),
-            "prices": listed(record("of gpu", {"usd": NUMBER}, counts=listed({"type": "integer"}))),
-        },
-    ),
+    "variables.json": record("of_others others", {
+        "commands": mapping(record("file help", groups=TEXT)), "groups": mapping(TEXT), "targets": mapping(TEXT),
+        "flags": mapping(record("for help", switch=YES, setting=SETTING)), "settings": mapping(SETTING),
+        "variables": mapping(record("for help example", kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)),
+        "other_words": mapping(TEXT),
+    }),
+    "launch/deepspeed_keys.json": record("", {
+        "sources": listed(TEXT), "renamed": mapping(TEXT), "auto_is_a_value": listed(TEXT),
+        "sections": mapping(record("keys", file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
+    }),
+    "machine/gpu_catalog.json": record("", {
+        "sources": mapping(TEXT),
+        "families": mapping(record(
+            "source", {"fp16": NUMBER, "bf16": YES, "fp8": YES, "fp32": NUMBER, "capability": ANYTHING}
+        )),
+        "gpus": listed(record(
+            "name", {"memory": ANYTHING, "sources": listed(TEXT)}, family=OR_NULL, vendor=TEXT, unified=YES,
+            **dict.fromkeys(GPU_FACTS, ANYTHING),
+        )),
+    }),
+    "machine/gpu_prices.json": record("", {
+        "lists": mapping(record("provider read address", kept_at=TEXT)),
+        "prices": listed(record("of gpu", {"usd": NUMBER}, counts=listed({"type": "integer"}))),
+    }),
     "models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
     "models/fp16.json": listed(record("models what source", note=TEXT, only_with=TEXT, in_backward=YES)),
     "models/other_kinds.json": mapping(TEXT),
     "models/known_models.json": listed(
         record("source", {"names": listed(TEXT), "config": mapping(ANYTHING)}, params=ANYTHING)
     ),
-    "diagnose/known_bad.json": record(
-        "",
-        {
-            "pairs": listed(
-                record(
-                    "what remedy",
-                    {"verdict": {"enum": ["FAIL", "WARN"]}, "when": ANYTHING, "sources": listed(TEXT)},
-                )
-            ),
-        },
-    ),
-    "finished/export/pre_tokenizers.json": record(
-        "source",
-        {
-            "pre_tokenizers": listed(
-                record("", {"names": listed(TEXT), "ignore_merges": YES, "expressions": listed(TEXT)})
-            )
-        },
-    ),
+    "diagnose/known_bad.json": record("", {"pairs": listed(record(
+        "what remedy", {"verdict": {"enum": ["FAIL", "WARN"]}, "when": ANYTHING, "sources": listed(TEXT)}
+    ))}),
+    "finished/export/pre_tokenizers.json": record("source", {"pre_tokenizers": listed(
+        record("", {"names": listed(TEXT), "ignore_merges": YES, "expressions": listed(TEXT)})
+    )}),
 }  # fmt: skip
 """By the file's path below the package: each file of data has one here."""
 MODEL = PACKAGE / "starter" / "starter-base"
 """A model's folder, as transformers writes it."""
-FOUND = sorted(
-    path.relative_to(PACKAGE).as_posix()
-    for kind in ("json", "yaml")
-    for path in PACKAGE.rglob(f"*.{kind}")
-    if path.parent != MODEL
-)
+FILES = [path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if path.parent != MODEL]
+FOUND = sorted(path.relative_to(PACKAGE).as_posix() for path in FILES)
 
 
 def read(name: str) -> Any:

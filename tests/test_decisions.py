@@ -19,16 +19,9 @@ from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner import candidates as weighing
 from sft_play.planner.batching import BatchPlan, RowTokens, batch_splits
-from sft_play.planner.candidates import (
-    Candidate,
-    MemoryBudget,
-    choose_candidate,
-    closest_to_fitting,
-    evaluate_candidates,
-    fastest_speed,
-    lowest_memory_candidates,
-)
+from sft_play.planner.candidates import Candidate, MemoryBudget, choose_candidate, evaluate_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
@@ -52,19 +45,13 @@ def machine(*free_gib: float, ram: int = 512, nodes: int = 1, given: bool = True
 
 @QUICK
 @given(
-    effective=st.integers(1, 400),
-    ranks=st.integers(1, 12),
-    micro=st.one_of(st.just("auto"), st.integers(1, 24)),
+    effective=st.integers(1, 400), ranks=st.integers(1, 12), micro=st.one_of(st.just("auto"), st.integers(1, 24)),
     accum=st.one_of(st.just("auto"), st.integers(1, 24)),
-)
+)  # fmt: skip
 def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effective, ranks, micro, accum):
     train = TrainConfig(effective_batch_size=effective, batch_size=micro, grad_accum=accum)
-    exact = {
-        (m, a)
-        for m in range(1, effective + 1)
-        for a in range(1, effective + 1)
-        if m * a * ranks == effective and micro in ("auto", m) and accum in ("auto", a)
-    }
+    pairs = itertools.product(range(1, effective + 1), repeat=2)
+    exact = {(m, a) for m, a in pairs if m * a * ranks == effective and micro in ("auto", m) and accum in ("auto", a)}
     of_one_rank = "auto" not in (micro, accum) and micro * accum == effective
     if of_one_rank and effective % ranks == 0:  # kept over several ranks by fewer rows at once, then fewer passes
         share = effective // ranks
@@ -98,14 +85,9 @@ def candidates(draw) -> list[Candidate]:
     for base in draw(st.lists(st.sampled_from(real_candidates()), min_size=1, max_size=8)):
         speed = draw(st.sampled_from([90.0, 96.9, 97.1, 98.0, 100.0, 150.0]))
         memory = dataclasses.replace(base.memory, reserved=draw(st.integers(1, 4)) * GIB)
-        made.append(
-            dataclasses.replace(
-                base,
-                budget=MemoryBudget(memory.required - draw(st.sampled_from([0, 1, memory.required // 2])), None),
-                memory=memory,
-                speed=base.speed.scaled(base.speed.tokens_per_s / speed),
-            )
-        )
+        budget = MemoryBudget(memory.required - draw(st.sampled_from([0, 1, memory.required // 2])), None)
+        scaled = base.speed.scaled(base.speed.tokens_per_s / speed)
+        made.append(dataclasses.replace(base, budget=budget, memory=memory, speed=scaled))
     return made
 
 
@@ -147,8 +129,8 @@ def test_a_candidate_lacks_each_memory_that_is_less_than_it_needs_and_the_neares
         on_cpu = dataclasses.replace(one, step=dataclasses.replace(one.step, on_gpu=False))
         assert set(on_cpu.insufficient_memory) <= {"RAM"}
         found.append(one)
-    assert fastest_speed(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
-    assert closest_to_fitting(found).budget_ratio == min(one.budget_ratio for one in found)
+    assert weighing.fastest_speed(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
+    assert weighing.closest_to_fitting(found).budget_ratio == min(one.budget_ratio for one in found)
 
 
 @QUICK
@@ -172,8 +154,7 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
     # test_evaluation.py counts it
     most = max_evaluation_rows(StepMemorySimulation(run, shape, plan.precision, plan.choice.step))
     assert plan.eval_batch == (most if eval_wish == "auto" else eval_wish)
-    assert plan.choice.step.eval_batch == plan.eval_batch
-    assert plan.choice.step.seq_len == plan.max_seq_len
+    assert (plan.choice.step.eval_batch, plan.choice.step.seq_len) == (plan.eval_batch, plan.max_seq_len)
     unjudged = make_plan(PlanRequest(run, shape, machine(79), has_eval=False))
     assert unjudged.choice.step.eval_batch == 0
 
@@ -199,17 +180,15 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     assert traced.memory.margin == pytest.approx(last.margin * max(1.0, reserved), abs=2)
     assert traced.fits == (traced.memory.required <= traced.budget_bytes)
     said = [reason for reason in traced.reasons if reason.startswith("traced: ")]
-    assert len(said) == len(asked)
-    assert ("the larger one is used" in said[-1]) == (abs(allocated - 1) > 0.03)
+    assert (len(said), "the larger one is used" in said[-1]) == (len(asked), abs(allocated - 1) > 0.03)
 
 
 @QUICK
 @given(
-    per_node=st.integers(1, 8),
-    nodes=st.integers(1, 4),
+    per_node=st.integers(1, 8), nodes=st.integers(1, 4),
     mode=st.sampled_from(["full", "lora", "qlora", "lora, lora: {use_dora: true}"]),
     optim=st.sampled_from(["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"]),
-)
+)  # fmt: skip
 def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, mode, optim):
     run = config(f"tuning: {{mode: {mode}}}", f"train: {{optim: {optim}}}")
     count = per_node * nodes
@@ -218,11 +197,9 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
     names = [layout.name for layout in possible]
     assert all(layout.ranks == count for layout in possible)
     assert not set(names) & {item.name for item in refused}
-    assert ("single" in names) == (count == 1)
-    assert ("ddp" in names) == (count > 1)
+    assert ("single" in names, "ddp" in names) == (count == 1, count > 1)
     sharded = count > 1 and optim != "paged_adamw_8bit"
-    assert ("fsdp" in names) == sharded
-    assert ("fsdp_hybrid" in names) == (sharded and per_node > 1 and nodes > 1)
+    assert ("fsdp" in names, "fsdp_hybrid" in names) == (sharded, sharded and per_node > 1 and nodes > 1)
     assert ("zero2" in names) == (sharded and optim != "adafactor")
     assert ("zero2_offload" in names) == optim.startswith("adamw_torch")
     for layout in possible:
@@ -233,20 +210,15 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
         elif layout.tensor_parallel == 1:
             assert layout.shard == count
         if layout.tensor_parallel > 1:
-            assert mode in ("full", "lora")
+            assert (mode in ("full", "lora"), count % layout.tensor_parallel) == (True, 0)
             assert layout.tensor_parallel <= per_node
-            assert count % layout.tensor_parallel == 0
 
 
 @pytest.mark.parametrize("name", LAYOUT_NAMES)
 def test_a_layouts_properties_follow_from_its_name(name):
-    layout = Layout(name, 4, 4)
-    is_fsdp = name.startswith("fsdp") or name == "tp"
-    is_zero = name.startswith("zero")
-    stage = int(name[4]) if is_zero else 0
-    assert layout.is_zero == is_zero
-    assert layout.is_fsdp == is_fsdp
-    assert layout.shards_params == (is_fsdp or stage == 3)
+    layout, is_zero = Layout(name, 4, 4), name.startswith("zero")
+    is_fsdp, stage = name.startswith("fsdp") or name == "tp", int(name[4]) if is_zero else 0
+    assert (layout.is_zero, layout.is_fsdp, layout.shards_params) == (is_zero, is_fsdp, is_fsdp or stage == 3)
     assert layout.shards_gradients == (layout.shards_params or stage == 2)
     assert layout.shards_states == (layout.shards_gradients or stage == 1)
     assert layout.offloads_states == name.endswith("offload")
@@ -257,9 +229,7 @@ def test_a_layouts_properties_follow_from_its_name(name):
 @given(before=st.sampled_from(LAYOUT_NAMES), after=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 4))
 def test_only_deepspeeds_checkpoints_are_bound_to_their_layout(before, after, ranks):
     because = PreviousRun(before, BatchPlan(1, 1, ranks)).resume_obstacle(after)
-    same = before == after
-    with_deepspeed = before.startswith("zero") or after.startswith("zero")
-    assert (because is None) == (same or not with_deepspeed)
+    assert (because is None) == (before == after or not (before.startswith("zero") or after.startswith("zero")))
 
 
 @QUICK
@@ -268,7 +238,7 @@ def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, g
     run, shape = config("tuning: {mode: full}"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(*[70.0] * ranks, ram=ram, given=given_ram)
     job = build_plan_inputs(PlanRequest(run, shape, hardware))
-    for candidate in lowest_memory_candidates(job, find_layouts(run, shape, hardware)[0]):
+    for candidate in weighing.lowest_memory_candidates(job, find_layouts(run, shape, hardware)[0]):
         memory, need = candidate.memory, candidate.host_required
         assert need == (memory.host_bytes - memory.host_save_bytes) * ranks + memory.host_save_bytes
         enough = not given_ram or need <= ram * GIB
@@ -316,19 +286,16 @@ def test_a_class_that_cannot_checkpoint_is_planned_without_and_refused_with_it()
             make_plan(PlanRequest(config(f"train: {{gradient_checkpointing: {wish}}}"), shape, machine(70)))
 
 
-@pytest.mark.parametrize(
-    ("words", "counted", "length"),
-    [
-        (["train.epochs=2"], True, RunLength(8, 10_300)),  # 4 steps of 32 rows an epoch
-        (["train.max_steps=2"], True, RunLength(2, 2_575)),
-        (["train.epochs=0.1"], True, RunLength(1, 1_288)),
-        (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
-        (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
-        (["train.epochs=1", "data.sources=[{path: ROWS, max_rows: 32}]"], False, RunLength(1, 2_048)),
-        (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
-        (["train.epochs=1", "data.train_path=/none"], False, None),
-    ],
-)
+@pytest.mark.parametrize(("words", "counted", "length"), [
+    (["train.epochs=2"], True, RunLength(8, 10_300)),  # 4 steps of 32 rows an epoch
+    (["train.max_steps=2"], True, RunLength(2, 2_575)),
+    (["train.epochs=0.1"], True, RunLength(1, 1_288)),
+    (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
+    (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
+    (["train.epochs=1", "data.sources=[{path: ROWS, max_rows: 32}]"], False, RunLength(1, 2_048)),
+    (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
+    (["train.epochs=1", "data.train_path=/none"], False, None),
+])  # fmt: skip
 def test_the_length_of_a_run_follows_its_rows_or_its_files(tmp_path, words, counted, length):
     row = {"question": "q" * 200, "answer": "a" * 200}  # 100 tokens
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
@@ -361,8 +328,7 @@ def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(count, d
     if count > 1:
         meet = ["--nnodes", str(count), "--node-rank", str(rank), "--master-addr", "10.0.0.1", "--master-port", "29501"]
     words = ["python", "-m", TORCHRUN_MODULE, *meet, "--nproc-per-node", "5", "--module", "sft_play", "train"]
-    assert list(launch.argv) == words
-    assert launch.port == (29_501 if count > 1 and rank == 0 else None)
+    assert (list(launch.argv), launch.port) == (words, 29_501 if count > 1 and rank == 0 else None)
     expected = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if timeout_s is not None:
         expected |= {name: waits[name] for name in waits if name not in already}
@@ -377,31 +343,25 @@ def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(count, d
 def test_a_rank_knows_its_place_or_the_contradiction_is_named(rank, world, local, on_node, nodes):
     environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": on_node}
     environment |= {"GROUP_WORLD_SIZE": nodes} if nodes is not None else {}
-    possible = (
-        0 <= rank < world and 0 <= local < max(1, on_node) and nodes in (None, world / on_node if on_node else -1)
-    )
+    per_node = nodes in (None, world / on_node if on_node else -1)
+    possible = 0 <= rank < world and 0 <= local < max(1, on_node) and per_node
     texts = {name: str(value) for name, value in environment.items()}
     if not possible:
         with pytest.raises(ConfigError):
             read_rank_info(texts)
         return
     place = read_rank_info(texts)
-    assert place == RankInfo(rank, local, world, on_node)
-    assert place.is_first == (rank == 0)
+    assert (place, place.is_first) == (RankInfo(rank, local, world, on_node), rank == 0)
     assert place.node_count == max(1, world // max(1, on_node))
 
 
 def test_no_launcher_means_no_rank_and_half_a_launcher_is_an_error():
     assert read_rank_info({}) is None
     assert read_rank_info({"LOCAL_RANK": "1"}) is None
-    half = "a launcher sets all"
-    for given_one, message in (
-        ({"RANK": "0"}, half),
-        ({"WORLD_SIZE": "1"}, half),
-        ({"RANK": "0", "LOCAL_RANK": "0"}, half),
-        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x is not a whole number"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            read_rank_info(given_one)
+    for half in ({"RANK": "0"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}):
+        with pytest.raises(ConfigError, match="a launcher sets all"):
+            read_rank_info(half)
+    with pytest.raises(ConfigError, match="RANK=x is not a whole number"):
+        read_rank_info({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     assert read_rank_info({"RANK": "3", "WORLD_SIZE": "4"}) is None  # a node's number: tests/test_ways_in.py
     assert read_rank_info({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == RankInfo(3, 1, 4, 4)

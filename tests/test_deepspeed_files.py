@@ -9,14 +9,7 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import (
-    PlanValues,
-    deepspeed_layout,
-    deepspeed_options,
-    fill_auto_values,
-    keeps_params_on_gpu,
-    merge_deepspeed_batch,
-)
+from sft_play.launch import deepspeed
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
 from sft_play.machine.hardware import parse_hardware
@@ -27,9 +20,11 @@ from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import ROOT
 
-OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
-NUMBERS = PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
+RUN = config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml")
+OPTIONS = deepspeed.deepspeed_options(RUN)
+NUMBERS = deepspeed.PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
+OF_ONE_RANK = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
 
 
@@ -40,7 +35,7 @@ def settings(**train: object):
 
 
 def taken(train, config, ranks=2):
-    found = merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
+    found = deepspeed.merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
     return found.batch_size, found.grad_accum, found.effective_batch_size
 
 
@@ -51,27 +46,26 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
     assert taken(settings(), {KEYS["accum"]: 8}) == ("auto", 8, 32)
     assert taken(settings(), {KEYS["batch"]: 64}) == ("auto", "auto", 64)
     assert taken(settings(batch_size=4, effective_batch_size=32), {KEYS["accum"]: 4}) == (4, 4, 32)
+    assert taken(settings(**OF_ONE_RANK), {KEYS["batch"]: 8}) == (2, 4, 8)
     # an effective batch that nobody gave is the product
     assert taken(settings(), {KEYS["micro"]: 3, KEYS["accum"]: 5}, ranks=4) == (3, 5, 60)
     assert taken(settings(batch_size=3), {KEYS["accum"]: 5}) == (3, 5, 30)
 
 
-@pytest.mark.parametrize(
-    ("train", "config", "words"),
-    [
-        ({"batch_size": 2}, {KEYS["micro"]: 4}, ["train_micro_batch_size_per_gpu: 4", "train.batch_size=2"]),
-        ({"grad_accum": 2}, {KEYS["accum"]: 4}, ["gradient_accumulation_steps: 4", "train.grad_accum=2"]),
-        ({"effective_batch_size": 32}, {KEYS["batch"]: 64}, ["train_batch_size: 64", "train.effective_batch_size=32"]),
-        ({}, {KEYS["micro"]: 5}, ["train.effective_batch_size=32 (its default)", "train_micro_batch_size_per_gpu: 5"]),
-        ({"effective_batch_size": 32}, {KEYS["micro"]: 3}, ["train.effective_batch_size=32", "3", "use 30 or 36"]),
-        ({"batch_size": 4}, {KEYS["batch"]: 12}, ["train_batch_size: 12", "train.batch_size=4", "use 8 or 16"]),
-        ({}, dict(zip(KEYS.values(), (2, 2, 16), strict=True)), ["train_batch_size: 16", "per_gpu: 2", "2 ranks"]),
-        ({"effective_batch_size": 32, "batch_size": 8}, {KEYS["accum"]: 4}, ["steps: 4", "train.batch_size=8", "= 64"]),
-    ],
-)
+@pytest.mark.parametrize(("train", "config", "words"), [
+    ({"batch_size": 2}, {KEYS["micro"]: 4}, ["train_micro_batch_size_per_gpu: 4", "train.batch_size=2"]),
+    (OF_ONE_RANK, {KEYS["batch"]: 8, KEYS["accum"]: 4}, ["is not train.batch_size=2"]),
+    ({"grad_accum": 2}, {KEYS["accum"]: 4}, ["gradient_accumulation_steps: 4", "train.grad_accum=2"]),
+    ({"effective_batch_size": 32}, {KEYS["batch"]: 64}, ["train_batch_size: 64", "train.effective_batch_size=32"]),
+    ({}, {KEYS["micro"]: 5}, ["train.effective_batch_size=32 (its default)", "train_micro_batch_size_per_gpu: 5"]),
+    ({"effective_batch_size": 32}, {KEYS["micro"]: 3}, ["train.effective_batch_size=32", "3", "use 30 or 36"]),
+    ({"batch_size": 4}, {KEYS["batch"]: 12}, ["train_batch_size: 12", "train.batch_size=4", "use 8 or 16"]),
+    ({}, dict(zip(KEYS.values(), (2, 2, 16), strict=True)), ["train_batch_size: 16", "per_gpu: 2", "2 ranks"]),
+    ({"effective_batch_size": 32, "batch_size": 8}, {KEYS["accum"]: 4}, ["steps: 4", "train.batch_size=8", "= 64"]),
+])  # fmt: skip
 def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
     with pytest.raises(ConfigError) as error:
-        merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
+        deepspeed.merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
     assert all(word in str(error.value) for word in ["theirs.json: ", *words]), error.value
     assert "\n" not in str(error.value)
 
@@ -91,7 +85,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
         before = train.model_copy()
         try:
-            found = merge_deepspeed_batch(train, config, ranks=ranks, name="f")
+            found = deepspeed.merge_deepspeed_batch(train, config, ranks=ranks, name="f")
         except ConfigError as error:
             refused += 1
             for line in str(error).splitlines():
@@ -108,10 +102,10 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         if said:
             agreed += 1
             splits = batch_splits(found, ranks=ranks)
-            assert all(split.effective_batch == found.effective_batch_size for split in splits)
+            assert {split.effective_batch for split in splits} == {found.effective_batch_size}
             sizes = {"micro_batch": splits[0].micro_batch, "grad_accum": splits[0].grad_accum}
             if (found.batch_size, found.grad_accum) != ("auto", "auto"):
-                fill_auto_values(config, replace(NUMBERS, **sizes, data_parallel_ranks=ranks))
+                deepspeed.fill_auto_values(config, replace(NUMBERS, **sizes, data_parallel_ranks=ranks))
     assert agreed > 50
     assert refused > 50
 
@@ -122,7 +116,7 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
     for bf16, fp16 in itertools.product(states, states):
         raw = {"bf16": bf16, "fp16": fp16, "zero_optimization": {"stage": 3}}
         raw = {key: dict(value) for key, value in raw.items() if value is not None}
-        config = fill_auto_values(raw, numbers)
+        config = deepspeed.fill_auto_values(raw, numbers)
         assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
 
@@ -142,8 +136,8 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     path.write_text(TYPED)
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.setenv("DEEPSPEED_CONFIG", str(path))
-    words = ["launch-command", "--config", str(ROOT / "configs/run_starter.yaml"), f"model.name={tiny_llama}"]
-    words.append(f"output.dir={tmp_path}")
+    starter = str(ROOT / "configs/run_starter.yaml")
+    words = ["launch-command", "--config", starter, f"model.name={tiny_llama}", f"output.dir={tmp_path}"]
     assert "zero3_offload on the CPU" in command(*words)[1]
     path.write_text(TYPED.replace('"gradient_accumulation_steps": "auto"', '"gradient_accumulation_steps": 4'))
     assert "micro 2 x accum 4 x 2 ranks = 16" in command(*words)[1]  # the starter's effective batch of 16
@@ -173,18 +167,15 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
     both = {**states, **weights}
     for zero, keeps in (({"stage": 3, **states}, True), ({"stage": 3, **both}, False), ({"stage": 2}, False)):
         config = {"zero_optimization": zero}
-        assert keeps_params_on_gpu(config, deepspeed_layout(config)) is keeps
+        assert deepspeed.keeps_params_on_gpu(config, deepspeed.deepspeed_layout(config)) is keeps
 
 
-@pytest.mark.parametrize(
-    ("params", "contradicts"),
-    [
-        ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, ()),
-        ({"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}, ()),
-        ({"lr": 1e-3}, ("lr: 0.001 contradicts train.learning_rate: 0.0002",)),
-        ({"betas": [0.8, 0.999], "weight_decay": 3e-7}, ("betas: [0.8, 0.999] contradicts", "weight_decay: 3e-07")),
-    ],
-)
+@pytest.mark.parametrize(("params", "contradicts"), [
+    ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, ()),
+    ({"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}, ()),
+    ({"lr": 1e-3}, ("lr: 0.001 contradicts train.learning_rate: 0.0002",)),
+    ({"betas": [0.8, 0.999], "weight_decay": 3e-7}, ("betas: [0.8, 0.999] contradicts", "weight_decay: 3e-07")),
+])  # fmt: skip
 def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tmp_path, params, contradicts):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": {"stage": 2}}))

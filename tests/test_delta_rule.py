@@ -1,6 +1,7 @@
 """flash-linear-attention's gated delta rule in a trace: against the package's own Python, and in a plan."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -20,22 +21,12 @@ from tests.test_measured_blocks import BF16, WIDE, measured_shape, run, step_of,
 from tests.test_trace import phase_peaks
 
 WAYS = [("lora", 0), ("full", None)]
-CASES = [
-    (rows, tokens, heads, heads * group, key, value, normalised, dtype)
-    for draw in [random.Random(3)]
-    for group in (1, 2, 4)
-    for normalised in (True, False)
-    for dtype in (torch.bfloat16, torch.float32)
-    for rows, tokens, heads, key, value in [
-        (
-            draw.choice([1, 3]),
-            draw.randint(1, 700),
-            draw.choice([1, 2, 4]),
-            draw.choice([64, 128]),
-            draw.choice([64, 96]),
-        )
-    ]
-]
+CASES = []
+draw = random.Random(3)
+for group, normalised, dtype in itertools.product((1, 2, 4), (True, False), (torch.bfloat16, torch.float32)):
+    rows, tokens, heads = draw.choice([1, 3]), draw.randint(1, 700), draw.choice([1, 2, 4])
+    key, value = draw.choice([64, 128]), draw.choice([64, 96])
+    CASES.append((rows, tokens, heads, heads * group, key, value, normalised, dtype))
 
 
 def bytes_of(rule, case) -> dict[str, int]:
@@ -64,9 +55,8 @@ def bytes_of(rule, case) -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore")
 def test_it_allocates_what_the_package_does(monkeypatch):
     """The package's own Python, whose kernels are not launched: equal bytes (seen with fla-core 0.6.0)."""
-    pytest.importorskip(
-        "fla.ops.gated_delta_rule", reason=f"{LINEAR_ATTENTION_PACKAGE} is not installed", exc_type=ImportError
-    )
+    reason = f"{LINEAR_ATTENTION_PACKAGE} is not installed"
+    pytest.importorskip("fla.ops.gated_delta_rule", reason=reason, exc_type=ImportError)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as theirs
     from triton.runtime import autotuner
     from triton.runtime.jit import JITFunction
@@ -111,7 +101,6 @@ def test_only_a_gpu_with_the_package_runs_its_kernels():
         for without in (frozenset(), frozenset({LINEAR_ATTENTION_PACKAGE})):
             for packages in ((), (LINEAR_ATTENTION_PACKAGE,)):
                 asked = dataclasses.replace(shape, kernel_packages=packages)
-                step = make_plan(
-                    PlanRequest(run(), asked, parse_hardware(machine), (), False, missing_packages=without)
-                ).choice.step
-                assert step.fla == (machine == "1xA100" and not without and bool(packages))
+                request = PlanRequest(run(), asked, parse_hardware(machine), (), False, missing_packages=without)
+                fla = make_plan(request).choice.step.fla
+                assert fla == (machine == "1xA100" and not without and bool(packages))

@@ -81,45 +81,35 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     assert said.endswith("or train.device=cpu trains on the CPU")
 
 
-@pytest.mark.parametrize(
-    ("files", "environment"),
-    [
-        ({}, {}),
-        (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
-        (pci("0000:00:02.0", "0x8086", "0x038000"), {}),  # without a screen
-        (pci("0000:00:0b.0", "0x8086", "0x120000"), {}),  # its NPU
-        (pci("0000:04:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
-        (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
-        (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen
-        (pci("0000:05:00.0", "0x1002", "0x040300"), {}),  # its sound
-        (pci("0000:41:00.1", "0x10de", "0x040300"), {}),
-        (pci("0000:02:00.0", "0x1a03", "0x030000"), {}),  # a server's board
-        ({"sys/bus/pci/devices/0000:00:1f.0/vendor": "nonsense"}, {}),
-        ({"dev/dxg": ""}, {}),  # a Windows whose GPU is not NVIDIA's
-        (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": ""}),
-        (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": " -1"}),
-    ],
-)
+@pytest.mark.parametrize(("files", "environment"), [
+    ({}, {}),
+    (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
+    (pci("0000:00:02.0", "0x8086", "0x038000"), {}),  # without a screen
+    (pci("0000:04:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
+    (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
+    (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen
+    (pci("0000:41:00.1", "0x10de", "0x040300"), {}),
+    (pci("0000:02:00.0", "0x1a03", "0x030000"), {}),  # a server's board
+    ({"sys/bus/pci/devices/0000:00:1f.0/vendor": "nonsense"}, {}),
+    ({"dev/dxg": ""}, {}),  # a Windows whose GPU is not NVIDIA's
+    (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": ""}),
+    (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": " -1"}),
+])  # fmt: skip
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
     assert visible_gpus.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "params", "message"),
-    [
+def test_a_run_on_the_cpu_beside_an_accelerator_or_of_a_large_model_stops_unless_asked_for(config, monkeypatch):
+    for accelerator, params, message in (
         (None, MAX_CPU_PARAMS, ""),
         (SHOWN, 1, "shows a GPU"),
         (None, 7_600_000_000, r"no GPU was detected here, and org/model has 7\.6 billion parameters"),
         (None, MAX_CPU_PARAMS + 1, r"train\.device=cpu"),
-    ],
-)
-def test_a_run_on_the_cpu_beside_an_accelerator_or_of_a_large_model_stops_unless_it_is_asked_for(
-    config, monkeypatch, accelerator, params, message
-):
-    monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: accelerator)
-    require_usable_hardware(config("train.device=cpu"), CPU, {}, count_params=lambda: params)
-    with pytest.raises(HardwareError, match=message) if message else contextlib.nullcontext():
-        require_usable_hardware(config(), CPU, {}, count_params=lambda: params)
+    ):
+        monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _, found=accelerator: found)
+        require_usable_hardware(config("train.device=cpu"), CPU, {}, count_params=lambda params=params: params)
+        with pytest.raises(HardwareError, match=message) if message else contextlib.nullcontext():
+            require_usable_hardware(config(), CPU, {}, count_params=lambda params=params: params)
 
 
 def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
@@ -144,15 +134,11 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(succeed, monkeypatch, tmp
     assert "would stop" not in succeed(*words, "train.device=cpu")
 
 
-@pytest.mark.parametrize(
-    ("torch", "words"),
-    [("torch 2.13.0 is built for CPU only", "a build for CUDA comes with make setup"),
-     ("torch 2.13.0 is built for CUDA 13.0", "torch says: the driver is too old"),
-     ("torch 2.13 is built for ROCm 7.1", "a build for CUDA comes with make setup")],
-)  # fmt: skip
-def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for(torch, words):
-    said = explain_unusable_torch("NVIDIA L4", "the driver is too old", torch_build=torch)
-    assert f"{torch} and cannot use it: {words}" in said
+def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for():
+    built = ("a build for CUDA comes with make setup", "torch says: the driver is too old")
+    for kind, words in (("CPU only", built[0]), ("CUDA 13.0", built[1]), ("ROCm 7.1", built[0])):
+        said = explain_unusable_torch("NVIDIA L4", "the driver is too old", torch_build=f"torch is built for {kind}")
+        assert f"torch is built for {kind} and cannot use it: {words}" in said
 
 
 def test_a_torch_without_cuda_stops_a_start_on_gpus(config, monkeypatch):
@@ -184,29 +170,24 @@ def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monk
     check_device(plan, on_cpu)
 
 
-THERE = Toolchain(
-    has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere/python3.11"), python_version="3.11.9"
-)
+GCC = {"compiler": "/usr/bin/gcc", "headers": Path("/nowhere/python3.11")}
+THERE = Toolchain(has_triton=True, python_version="3.11.9", **GCC)
 NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
 
 
-@pytest.mark.parametrize(
-    ("there", "missing", "remedy"),
-    [
-        (replace(THERE, compiler=None),
-         "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
-         "apt-get install -y gcc g++ libc6-dev python3.11-dev"),
-        (replace(THERE, compile_error=NO_HEADERS, python_version="3.13.1"),
-         "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc g++ libc6-dev python3.13-dev"),
-        (replace(THERE, compile_error="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
-         "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("there", "missing", "remedy"), [
+    (replace(THERE, compiler=None),
+     "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
+     "apt-get install -y gcc g++ libc6-dev python3.11-dev"),
+    (replace(THERE, compile_error=NO_HEADERS, python_version="3.13.1"),
+     "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc g++ libc6-dev python3.13-dev"),
+    (replace(THERE, compile_error="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
+     "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
+])  # fmt: skip
 def test_what_triton_misses_is_named_with_the_package(there, missing, remedy):
     found = toolchain_obstacle(there)
     assert found is not None
-    assert missing in found[0]
-    assert remedy in found[1]
+    assert (missing in found[0], remedy in found[1]) == (True, True), found
     assert toolchain_obstacle(replace(there, has_built_module=True)) is None
     assert toolchain_obstacle(replace(there, has_triton=False)) is None
 
@@ -227,20 +208,19 @@ def compilers(tmp_path, monkeypatch):
 
 
 def test_the_toolchain_is_tried(compilers, tmp_path):
-    home = {"TRITON_HOME": str(tmp_path)}
-    assert compiler.find_toolchain(home).compiler is None
-    clang = compilers("clang", "", 0)
-    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).compile_error) == (clang, None)
-    gcc = compilers("gcc", NO_HEADERS, 1)
-    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).compile_error) == (gcc, NO_HEADERS)
-    own = compilers("own", "no licence", 3)
-    assert compiler.find_toolchain({**home, "CC": own}).compile_error == "no licence"
-    assert "No such file" in str(compiler.find_toolchain({**home, "CC": "/nowhere/cc"}).compile_error)
-    assert not compiler.find_toolchain(home).has_built_module
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    build(tmp_path, {f".triton/cache/abc/cuda_utils{suffix}": ""})
-    assert compiler.find_toolchain(home).has_built_module
-    assert not compiler.find_toolchain({"TRITON_CACHE_DIR": str(tmp_path / "elsewhere")}).has_built_module
+    def found(**environment: str) -> Toolchain:
+        return compiler.find_toolchain({"TRITON_HOME": str(tmp_path), **environment})
+
+    assert found().compiler is None
+    for name, said, code in (("clang", "", 0), ("gcc", NO_HEADERS, 1)):
+        there = compilers(name, said, code)
+        assert (found().compiler, found().compile_error) == (there, said or None)
+    assert found(CC=compilers("own", "no licence", 3)).compile_error == "no licence"
+    assert "No such file" in str(found(CC="/nowhere/cc").compile_error)
+    assert not found().has_built_module
+    build(tmp_path, {f".triton/cache/abc/cuda_utils{sysconfig.get_config_var('EXT_SUFFIX')}": ""})
+    assert found().has_built_module
+    assert not found(TRITON_CACHE_DIR=str(tmp_path / "elsewhere")).has_built_module
 
 
 def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, caplog):

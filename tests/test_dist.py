@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader
 from sft_play import dist
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.dist import (
-    DEFAULT_CONFIG,
     DistConfig,
     NoOpAccelerator,
     get_accelerator,
-    load_deepspeed_config,
     read_settings,
     save_sharded,
     wrap_model_optimizer,
@@ -50,7 +48,7 @@ def _own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def deepspeed_of(config: Any, best_precision: str = CPU) -> dict[str, Any]:
     settings, folder = read_settings(config)
-    return load_deepspeed_config(settings, folder, best_precision=best_precision)
+    return dist.load_deepspeed_config(settings, folder, best_precision=best_precision)
 
 
 def write(path: Path, content: Any) -> Path:
@@ -58,22 +56,19 @@ def write(path: Path, content: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"backend": "accelerat", "mixed_precison": "no"}, ["backend: ", "mixed_precison: "]),
-        ({"mixed_precision": False, "gradient_accumulation_steps": 0}, ["mixed_precision: ", "lation_steps: "]),
-        ({"gradient_accumulation_steps": "4", "zero3_offload": 1}, ["gradient_accumulation_steps: ", "'4'", "found 1"]),
-        ({"deepspeed_config": "", "find_unused_parameters": "no"}, ["deepspeed_config: ", "find_unused_parameters: "]),
-        ({"zero3_offload": True}, ["zero3_offload: true is for DeepSpeed"]),
-        # files, with their lines
-        ("backend: deepspeeed\nmixed_precison: no\n", ["my.yaml:1: backend", "my.yaml:2: mix"]),
-        ("gradient_accumulation_steps: 010\n", ["found '010'"]),
-        ("mixed_precision: yes\n", ["'auto', 'no', 'fp16' or 'bf16'"]),
-        ("- backend\n", ["the root is a list"]),
-        ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
-    ],
-)
+@pytest.mark.parametrize(("config", "named"), [
+    ({"backend": "accelerat", "mixed_precison": "no"}, ["backend: ", "mixed_precison: "]),
+    ({"mixed_precision": False, "gradient_accumulation_steps": 0}, ["mixed_precision: ", "lation_steps: "]),
+    ({"gradient_accumulation_steps": "4", "zero3_offload": 1}, ["gradient_accumulation_steps: ", "'4'", "found 1"]),
+    ({"deepspeed_config": "", "find_unused_parameters": "no"}, ["deepspeed_config: ", "find_unused_parameters: "]),
+    ({"zero3_offload": True}, ["zero3_offload: true is for DeepSpeed"]),
+    # files, with their lines
+    ("backend: deepspeeed\nmixed_precison: no\n", ["my.yaml:1: backend", "my.yaml:2: mix"]),
+    ("gradient_accumulation_steps: 010\n", ["found '010'"]),
+    ("mixed_precision: yes\n", ["'auto', 'no', 'fp16' or 'bf16'"]),
+    ("- backend\n", ["the root is a list"]),
+    ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
+])  # fmt: skip
 def test_wrong_settings_are_named_at_once(config, named, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_settings(write(tmp_path / "my.yaml", config) if isinstance(config, str) else config)
@@ -92,28 +87,25 @@ def test_the_shipped_deepspeed_settings_are_as_asked(device):
 
 
 def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypatch, tmp_path):
-    text = (ROOT / DEFAULT_CONFIG).read_text(encoding="utf-8")
+    text = (ROOT / dist.DEFAULT_CONFIG).read_text(encoding="utf-8")
     assert parse_yaml(text, name="x").data == DistConfig().model_dump()
     monkeypatch.chdir(tmp_path)
-    assert read_settings(DEFAULT_CONFIG)[0] == DistConfig()
+    assert read_settings(dist.DEFAULT_CONFIG)[0] == DistConfig()
     monkeypatch.setattr("sft_play.dist.PROJECT_FOLDER", tmp_path / "installed")
-    assert read_settings(DEFAULT_CONFIG)[0] == DistConfig()
+    assert read_settings(dist.DEFAULT_CONFIG)[0] == DistConfig()
     with pytest.raises(ConfigError, match="does not exist"):
         read_settings("configs/train/nowhere.yaml")
 
 
-@pytest.mark.parametrize(
-    ("file", "settings", "said"),
-    [
-        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "4 contradicts the 2 of the settings"),
-        ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "need stage 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "need stage 3"),
-        ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimisation is not a DeepSpeed key"),
-        ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
-        ("{", {}, "not valid YAML"),
-        (None, {}, "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("file", "settings", "said"), [
+    ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "4 contradicts the 2 of the settings"),
+    ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "need stage 3"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "need stage 3"),
+    ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimisation is not a DeepSpeed key"),
+    ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
+    ("{", {}, "not valid YAML"),
+    (None, {}, "does not exist"),
+])  # fmt: skip
 def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, said):
     path = tmp_path / "ds.json"
     if file is not None:
@@ -124,17 +116,14 @@ def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, s
     assert "DEEPSPEED_CONFIG" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("file", "wish", "device", "precision"),
-    [
-        ({"bf16": {"enabled": True}}, "no", GPU, "no"),
-        ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
-        ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
-        ({}, "auto", OLD_GPU, "fp16"),
-    ],
-)
+@pytest.mark.parametrize(("file", "wish", "device", "precision"), [
+    ({"bf16": {"enabled": True}}, "no", GPU, "no"),
+    ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
+    ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
+    ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
+    ({}, "auto", OLD_GPU, "fp16"),
+])  # fmt: skip
 def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, file, wish, device, precision):
     path = write(tmp_path / "ds.json", file)
     found = deepspeed_of({"backend": "deepspeed", "deepspeed_config": path, "mixed_precision": wish}, device)
@@ -145,17 +134,14 @@ def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, f
 def test_the_accelerator_has_exactly_the_settings():
     chance = random.Random(3)
     for _ in range(8):
-        config = {
-            "mixed_precision": chance.choice(["no", "bf16"]),
-            "gradient_accumulation_steps": chance.choice([1, 3, 8]),
-            "find_unused_parameters": chance.choice([True, False]),
-        }
+        config: dict[str, Any] = {"mixed_precision": chance.choice(["no", "bf16"])}
+        config |= {"gradient_accumulation_steps": chance.choice([1, 3, 8])}
+        config |= {"find_unused_parameters": chance.choice([True, False])}
         accelerator = get_accelerator(config)
         assert accelerator.mixed_precision == config["mixed_precision"]
         assert accelerator.gradient_accumulation_steps == config["gradient_accumulation_steps"]
         assert accelerator.ddp_handler.find_unused_parameters is config["find_unused_parameters"]
-        assert accelerator.distributed_type == "NO"
-        assert accelerator.dist_config == DistConfig(**config)
+        assert (accelerator.distributed_type, accelerator.dist_config) == ("NO", DistConfig(**config))
 
 
 def test_without_deepspeed_accelerate_runs_with_a_warning(caplog, monkeypatch):
@@ -189,9 +175,8 @@ def train(accelerator: Any, *, batch: int, epochs: int = 2, adapter: bool = Fals
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader([torch.randint(0, 64, (8,), generator=generator) for _ in range(rows)], batch_size=batch)
-    model, optimizer, loader, schedule, nothing = wrap_model_optimizer(
-        accelerator, model, optimizer, loader, schedule, None
-    )
+    parts = wrap_model_optimizer(accelerator, model, optimizer, loader, schedule, None)
+    model, optimizer, loader, schedule, nothing = parts
     assert nothing is None
     model.train()
     losses, steps = [], 0
@@ -225,7 +210,7 @@ def test_checkpointed_activations_train_the_same(adapter):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adapter", "full", "module"])
-def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
+def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path, monkeypatch):
     from peft import PeftModel
     from safetensors.torch import load_model
     from transformers import LlamaForCausalLM
@@ -245,12 +230,9 @@ def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
     for name, tensor in wanted.items():
         assert (found[name].dtype, torch.equal(found[name], tensor)) == (dtype, True), name
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_of_an_adapter_the_base_is_not_read_which_would_pack_its_4_bits(monkeypatch):
-    model = tiny(adapter=True)
-    monkeypatch.setattr(model.base_model.model.lm_head, "state_dict", None)
-    assert dist._gather_weights(NoOpAccelerator(), model, model)
+    if kind == "adapter":  # of which the base is not read, which would pack its 4 bits
+        monkeypatch.setattr(model.base_model.model.lm_head, "state_dict", None)
+        assert dist._gather_weights(accelerator, model, model)
 
 
 def save(folder: Path, seed: int) -> Path:
@@ -300,10 +282,8 @@ def test_a_save_that_fails_leaves_the_earlier_one_whole(where, tmp_path, monkeyp
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     write(tmp_path / "thesis.txt", "years of work")
-    for folder, message in (
-        (tmp_path, r"holds no saved model \(thesis.txt\)"),
-        (tmp_path / "thesis.txt", "not a folder"),
-    ):
+    file = tmp_path / "thesis.txt"
+    for folder, message in ((tmp_path, r"holds no saved model \(thesis.txt\)"), (file, "not a folder")):
         with pytest.raises(RunFolderError, match=message):
             save(folder, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -376,6 +356,9 @@ except TrainingError as error:
 """
 
 
+SHARDED = ("FSDP", "DEEPSPEED stage 2", "DEEPSPEED stage 3")
+
+
 def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     """Both ranks find what one process finds; rank 1 dies in a last save, of which rank 0 says so."""
     from peft import PeftModel
@@ -392,8 +375,7 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     assert [rank.returncode for rank in ranks] == [3, -9], "\n".join(said)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert kind in first["kind"]
-    assert (first["precision"], first["accumulation"]) == ("bf16", 2)
-    assert (first["written"], second["written"]) == (3, 0)
+    assert (first["precision"], first["accumulation"], first["written"], second["written"]) == ("bf16", 2, 3, 0)
     for name, tolerance in {"no-full": 1e-5, "no-adapter": 1e-5, "bf16-adapter": 2e-2}.items():
         precision, _, part = name.partition("-")
         alone = get_accelerator({"mixed_precision": precision, "gradient_accumulation_steps": 2})
@@ -416,18 +398,13 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_two_ranks_train_as_one_and_save_once_or_not_at_all(tmp_path):
-    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "find_unused_parameters": False}, "MULTI_CPU")
-
-
-@pytest.mark.slow
-def test_two_ranks_of_fsdp_train_as_one_and_save_once_or_not_at_all(tmp_path):
-    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "fsdp": True}, "FSDP")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_of_deepspeed_train_as_one_and_save_once_or_not_at_all(stage, tmp_path):
-    file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
-    config = {"backend": "deepspeed", "deepspeed_config": str(file), "gradient_accumulation_steps": 2}
-    check_two_ranks(tmp_path, config, "DEEPSPEED")
+@pytest.mark.parametrize("kind", ["MULTI_CPU", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SHARDED)])
+def test_two_ranks_train_as_one_and_save_once_or_not_at_all(kind, tmp_path):
+    config: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    if kind.startswith("DEEPSPEED"):
+        zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
+        file = write(tmp_path / "ds.json", {"zero_optimization": zero})
+        config |= {"backend": "deepspeed", "deepspeed_config": str(file)}
+    else:
+        config |= {"fsdp": True} if kind == "FSDP" else {"find_unused_parameters": False}
+    check_two_ranks(tmp_path, config, kind.partition(" ")[0])

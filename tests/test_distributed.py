@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 from tests.processes import free_port
+from tests.test_train import assert_same_bits, losses
 
 GIB = 2**30
 pytestmark = pytest.mark.build
@@ -34,13 +36,9 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def start(
-    world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str
-) -> subprocess.CompletedProcess[str]:
-    command = [python or warm.python(), "-m", "sft_play", *words]
-    return subprocess.run(
-        command, cwd=ROOT, env=clean_environment(**environ), capture_output=True, text=True, timeout=limit_s
-    )
+def start(world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str) -> Any:
+    command, env = [python or warm.python(), "-m", "sft_play", *words], clean_environment(**environ)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
 
 
 def succeed(world: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -49,11 +47,6 @@ def succeed(world: Path, *words: str, **environ: str) -> subprocess.CompletedPro
     answer = start(world, command, "--config", f"{world}/run.yaml", *more, **environ)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer
-
-
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +88,8 @@ def test_every_engine_is_proved_and_loses_what_one_process_loses(world, alone, s
     one = json.loads((world / "outputs" / f"alone-{mode}" / "summary.json").read_text())
     for when in ("before", "after"):  # 13 rows over 2 ranks: each is counted once
         assert summary[when]["loss"] == pytest.approx(one[when]["loss"], rel=1e-5)
-    assert summary["exit"] == 0
-    assert summary["engine_proof"]["wrapped_class"] == wrapped
-    assert summary["engine_proof"]["layout"] == strategy
+    proof = summary["engine_proof"]
+    assert (summary["exit"], proof["wrapped_class"], proof["layout"]) == (0, wrapped, strategy)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all({"loss_rank_0", "loss_rank_1"} <= set(line) for line in lines if "loss" in line)
     assert not list(run.glob(".lock*"))
@@ -125,24 +117,20 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_
     environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
     answer = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.count("Rows: counting their tokens before the plan is made") == 1
-    assert answer.stdout.count("Engine: ddp proved") == 1
+    once = ("Rows: counting their tokens before the plan is made", "Engine: ddp proved")
+    assert [answer.stdout.count(words) for words in once] == [1, 1]
     run = world / "outputs" / "by-hand"
     assert json.loads((run / "plan.json").read_text())["row_tokens"] is not None
     assert losses(run) == pytest.approx(alone["lora"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"}, "cannot run this job: bitsa"),
-        ({"NPROC": "3"}, "does not split over"),
-        ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
-        ({"GPUS": "0,1"}, "GPUS= names GPUs, and this machine has none"),
-        ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
-        ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"}, "cannot run this job: bitsa"),
+    ({"NPROC": "3"}, "does not split over"),
+    ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
+    ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
+    ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_one_message_before_anything_starts(world, refuse, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -168,14 +156,11 @@ def pasted(*lines: str) -> list[subprocess.CompletedProcess[str]]:
     return [subprocess.CompletedProcess(one.args, one.returncode, said) for one, said in ended]
 
 
-@pytest.mark.parametrize(
-    ("layout", "words", "environ"),
-    [
-        ("ddp", (), {"STRATEGY": "ddp"}),
-        pytest.param("fsdp", (), {"SET": "model.mesh_shape=[[2],[fsdp]]"}, marks=pytest.mark.slow),
-        pytest.param("zero2", ("--deepspeed",), {"STRATEGY": "zero2"}, marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("layout", "words", "environ"), [
+    ("ddp", (), {"STRATEGY": "ddp"}),
+    pytest.param("fsdp", (), {"SET": "model.mesh_shape=[[2],[fsdp]]"}, marks=pytest.mark.slow),
+    pytest.param("zero2", ("--deepspeed",), {"STRATEGY": "zero2"}, marks=[needs_deepspeed, pytest.mark.slow]),
+])  # fmt: skip
 def test_the_command_that_is_shown_trains_where_it_is_pasted(world, layout, words, environ):
     name = f"shown-{layout}"
     line = shown_command(world, name, *words, NPROC="2", **environ)
@@ -183,8 +168,7 @@ def test_the_command_that_is_shown_trains_where_it_is_pasted(world, layout, word
     assert ended.returncode == 0, f"{line}\n{ended.stdout}"
     run = world / "outputs" / name
     plan = json.loads((run / "plan.json").read_text())
-    assert (plan["layout"], plan["ranks"]) == (layout, 2)
-    assert len(losses(run)) == 1
+    assert (plan["layout"], plan["ranks"], len(losses(run))) == (layout, 2, 1)
     assert json.loads((run / "summary.json").read_text())["exit"] == 0
 
 
@@ -207,35 +191,23 @@ def test_the_command_in_a_resumed_runs_log_can_be_pasted_too(world):
     line = [line for line in (run / "train.log").read_text().splitlines() if "Launch: " in line][-1]
     (ended,) = pasted(line.partition("Launch: ")[2].replace("train.stop_after_steps=1", "train.stop_after_steps=2"))
     assert ended.returncode == 0, ended.stdout
-    assert losses(run)[: len(before)] == before
-    assert len(losses(run)) == len(before) + 2
+    assert (losses(run)[: len(before)], len(losses(run))) == (before, len(before) + 2)
 
 
-def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
+def test_an_engine_that_was_left_out_or_whose_partitions_have_other_names_is_found_out(world, tiny_llama):
     import torch
 
-    from sft_play.training.engines import check_engine
+    from sft_play.training.engines import check_engine, fp32_partitions
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
     plan = make_plan(PlanRequest(config, load_model_shape(str(tiny_llama)), machine, allowed_layouts=("fsdp",)))
 
-    class Trainer:
-        model_wrapped: Any = torch.nn.Linear(2, 2)
-
     with pytest.raises(TrainingError, match="the plan says fsdp, but the wrapped model is a Linear"):
-        check_engine(Trainer(), plan)
-
-
-def test_an_engine_whose_partitions_have_other_names_is_refused():
-    """DeepSpeed's `BF16_Optimizer`, which it takes at stage 1 where the user's file accumulates in fp32."""
-    from sft_play.training.engines import fp32_partitions
-
-    class Engine:
-        optimizer = object()
-
+        check_engine(SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2)), plan)
+    # DeepSpeed's `BF16_Optimizer`, which it takes at stage 1 where the user's file accumulates in fp32
     with pytest.raises(TrainingError, match="DeepSpeed's object keeps its partitions under unknown names"):
-        fp32_partitions(Engine())
+        fp32_partitions(SimpleNamespace(optimizer=object()))
 
 
 def test_a_rank_that_nobody_launched_is_refused_and_help_names_none(command, refuse, world, capfd):
@@ -263,13 +235,10 @@ WRITTEN_ELSEWHERE = """// for the A100s
 def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_process(world, alone, command, tiny_llama):
     from safetensors.torch import load_file
 
-    from tests.test_train import assert_same_bits
-
     (world / "theirs.json").write_text(WRITTEN_ELSEWHERE)
     words = ("tuning.mode=qlora", "output.name=theirs", "train.batch_size=auto", "eval.generate_rows=3")
-    answer = succeed(
-        world, "train-deepspeed", *words, "eval.max_new_tokens=4", NPROC="2", DEEPSPEED_CONFIG=f"{world}/theirs.json"
-    )
+    words, file = (*words, "eval.max_new_tokens=4"), f"{world}/theirs.json"
+    answer = succeed(world, "train-deepspeed", *words, NPROC="2", DEEPSPEED_CONFIG=file)
     said = answer.stdout + answer.stderr
     assert said.count("the run computes in float32") == 1
     assert "Gradient accumulation steps mismatch" not in said

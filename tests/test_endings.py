@@ -109,10 +109,9 @@ def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_pat
     metrics = run / "metrics.jsonl"
     terminal.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
     assert terminal.close() == 130
-    manifest = json.loads((run / "manifest.json").read_text())
+    manifest, summary = (json.loads((run / f"{name}.json").read_text()) for name in ("manifest", "summary"))
     assert (manifest["status"], manifest.get("error")) == ("stopped", None)
-    steps = json.loads((run / "summary.json").read_text())["steps"]
-    assert (run / "checkpoints" / f"checkpoint-{steps}").is_dir()
+    assert (run / "checkpoints" / f"checkpoint-{summary['steps']}").is_dir()
     assert "SIGHUP: saving at the end of this step" in (run / "train.log").read_text()
 
 
@@ -151,9 +150,8 @@ def sleeps(pid: int) -> bool:
 def test_a_child_ends_when_its_parent_is_killed_however_early(tmp_path, words, at_once):
     (tmp_path / "waits_long.py").write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(300)")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTS, sys.executable, *words], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
-    ) as parent:
+    command = [sys.executable, "-c", STARTS, sys.executable, *words]
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE) as parent:
         child = int(parent.stdout.readline())
         if not at_once:
             wait_for(lambda: (tmp_path / "begun").exists() or (words[0] == "-c" and sleeps(child)))
@@ -212,11 +210,8 @@ ENDED_OTHERWISE = {
 def test_every_process_that_the_package_starts_ends_with_it():
     sources = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "sft_play").rglob("*.py"))}
     starts = r"\bsubprocess\.(Popen|run|call|check_\w+)\(|ProcessPoolExecutor\(|\.Process\(target|os\.fork\("
-    starting = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): source
-        for path, source in sources.items()
-        if re.search(starts, source)
-    }
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources}
+    starting = {name: sources[path] for name, path in names.items() if re.search(starts, sources[path])}
     careless = {name for name, source in starting.items() if "from sft_play.process.signals import" not in source}
     careless.remove("sft_play.finished.export.llama_cpp")  # it imports it as a whole
     assert "signals.child_environment(" in starting["sft_play.finished.export.llama_cpp"]
@@ -271,7 +266,6 @@ def stubborn_children(count: int) -> Iterator[list[subprocess.Popen[str]]]:
                 [sys.executable, "-c", STUBBORN], environment=clean_environment(), stdout=subprocess.PIPE, text=True
             )
             children.append(child)
-            assert child.stdout is not None
             assert child.stdout.readline() == "up\n"
         yield children
     finally:
@@ -286,9 +280,7 @@ def test_the_first_request_reaches_every_child_and_the_second_kills_them(monkeyp
     with stubborn_children(count) as children, signals.supervise(children, on_stop=told.append) as received:
         assert {os.getsid(child.pid) for child in children} == {child.pid for child in children}  # no Ctrl-C by itself
         signal.raise_signal(signal.SIGINT)
-        for child in children:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "saving\n"
+        assert [child.stdout.readline() for child in children] == ["saving\n"] * count
         assert (told, received) == ([signal.SIGINT], [signal.SIGINT])
         monkeypatch.setattr(signals, "ECHO_S", 0.0)
         signal.raise_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 judge of `make mask-score`, held against masks that are wrong on purpose."""
 
 import ast
-import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from tests.conftest import chat
+from tests.conftest import write_run
 from tests.models import CHATML, make_tokenizer
 from tests.test_masks import DONE, EACH, TOOLS, answer, call, tool, trained_texts, user
 
@@ -132,9 +131,7 @@ def test_behind_calls_it_is_the_token_that_opens_the_result(make):
     assert (trained_texts(row), row.added_end) == (["\ntwo<|user|>"], "")
     row = make(OPENED).render(Chat("f:4", (user("one"), answer("two"), answer("three"))))
     assert (trained_texts(row), row.untrained_turns) == (["\nthree<|user|>"], 1)
-
-
-def test_special_tokens_in_texts_stay_text_beside_an_added_end(make):
+    # special tokens in texts stay text beside an added end
     row = make(OPENED).render(Chat("f:1", (user("<|user|>"), answer("say <|user|>"))))
     ids = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != -100]
     assert trained_texts(row) == ["\nsay <|user|><|user|>"]
@@ -147,11 +144,8 @@ def test_glm_is_trained_as_trls_training_template_trains_it(make, tokenizer):
     templates = Path(trl.__file__).parent / "chat_templates"
     own, theirs = ((templates / f"glm4moe{name}.jinja").read_text(encoding="utf-8") for name in ("", "_training"))
     calls = answer("", tool_calls=[call(place="here")])
-    for messages, tools in (
-        (TWO, ()),
-        ((user("one"), calls, RESULT, answer("wet")), TOOLS),
-        ((user("a"), calls), TOOLS),
-    ):
+    called = (user("one"), calls, RESULT, answer("wet"))
+    for messages, tools in ((TWO, ()), (called, TOOLS), (called[:2], TOOLS)):
         rows = [make(text, on_missing_end="train").render(Chat("f:1", messages, tools)) for text in (own, theirs)]
         assert rows[0].text == rows[1].text.rstrip("\n")
         assert trained_texts(rows[0]) == trained_texts(rows[1])
@@ -163,30 +157,20 @@ def test_answers_that_would_never_end_are_bad_rows_until_told(make):
     assert row.reason == NO_END_TOKEN
     assert "data.on_missing_end=train" in row.detail
     assert trained_texts(make(NOTHING, on_missing_end="train").render(Chat("f:1", TWO))) == ["two\n", "four\n"]
-
-
-def test_an_end_that_is_no_token_of_the_tokenizer_ends_nothing(make):
+    # an end that is no token of the tokenizer ends nothing
     words = EACH + "<|{{ m.role }}|>{{ m.content }}<|fin|>\n" + DONE + asks("<|assistant|>")
     assert "<|fin|>" in make(words).render(Chat("f:1", TWO)).detail
     assert trained_texts(make(words, on_missing_end="train").render(Chat("f:1", TWO))) == ["two<|fin|>", "four<|fin|>"]
     assert isinstance(make(words, loss_on="all").render(Chat("f:1", TWO)), BadRow)
 
 
-def test_check_and_train_agree_that_such_a_run_stops(tiny_llama, tmp_path, command):
+def test_check_and_train_agree_that_such_a_run_stops(tiny_llama, sums, tmp_path, command, succeed):
     (tmp_path / "t.jinja").write_text(NOTHING)
-    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}")) + "\n" for n in range(8))
-    (tmp_path / "train.jsonl").write_text(rows)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 128}}\n"
-        f"data: {{train_path: {tmp_path}/train.jsonl, chat_template: {tmp_path}/t.jinja}}\n"
-        f"train: {{max_steps: 1, effective_batch_size: 2, report_to: []}}\noutput: {{dir: {tmp_path}/outputs}}\n"
-    )
+    config = str(write_run(tmp_path, tiny_llama, sums, data={"chat_template": f"{tmp_path}/t.jinja"}))
     for name in ("check", "train"):
-        code, text = command(name, "--config", str(config))
-        assert (code, NO_END_TOKEN in text, "data.on_missing_end=train" in text) == (2, True, True)
-    code, text = command("check", "--config", str(config), "data.on_missing_end=train")
-    assert (code, "Ready to train" in text) == (0, True)
+        code, said = command(name, "--config", config)
+        assert (code, NO_END_TOKEN in said, "data.on_missing_end=train" in said) == (2, True, True)
+    assert "Ready to train" in succeed("check", "--config", config, "data.on_missing_end=train")
 
 
 # A turn that nobody asked for begins where it would behind a question.
@@ -208,19 +192,14 @@ QWEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["<think>a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"]
-)
-def test_text_outside_of_think_marks_is_never_counted_as_thought(make, text):
-    for messages in ((user("q"), answer(text)), (user("q"), answer(text), user("r"), answer("s"))):
-        reason = make(QWEN).render(Chat("f:1", messages)).reason
-        assert reason == "the chat template drops an assistant's text"
-
-
-def test_think_text_of_the_history_may_be_left_out_and_is_counted(make):
+def test_think_text_of_the_history_is_counted_and_text_outside_of_its_marks_is_no_thought(make):
     for text in ("<think>a</think>b", "a</think>b", "<think>\na\n</think>\n\nb"):
         row = make(QWEN).render(Chat("f:1", (user("q"), answer(text), user("r"), answer("s"))))
         assert row.stripped_think_pieces == 1
+    for text in ("<think>a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"):
+        for messages in ((user("q"), answer(text)), (user("q"), answer(text), user("r"), answer("s"))):
+            reason = make(QWEN).render(Chat("f:1", messages)).reason
+            assert reason == "the chat template drops an assistant's text"
 
 
 # The judge.
@@ -295,9 +274,8 @@ def test_the_judge_takes_the_right_mask_and_finds_every_kind_of_wrong_one(tokeni
 
 def test_the_judge_misses_no_turn_and_takes_no_other_text(tokenizer):
     assert "2 of 3 turns" in judged(tokenizer, "chatml", lambda start, end, n: (start, start if n == 1 else end))
-    assert judged(tokenizer, "chatml", lambda start, end, n: (0, end))
-    assert judged(tokenizer, "chatml", lambda start, end, n: (start, end + 1))
-    assert judged(tokenizer, "chatml", lambda start, end, n: (start - 60, end))
+    for change in (lambda a, b, n: (0, b), lambda a, b, n: (a, b + 1), lambda a, b, n: (a - 60, b)):
+        assert judged(tokenizer, "chatml", change)
 
 
 def test_masks_of_these_templates_are_exact_on_every_case_and_an_endless_one_is_refused(folder, tmp_path):
@@ -310,5 +288,4 @@ def test_masks_of_these_templates_are_exact_on_every_case_and_an_endless_one_is_
     assert sum(row.verdict == "exact" for row in rows) > 40
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "t.jinja").write_text(NOTHING)
-    verdicts = {row.verdict for row in score(tmp_path / "nothing", str(folder)).rows}
-    assert verdicts == {"refused", "cannot_render"}
+    assert {row.verdict for row in score(tmp_path / "nothing", str(folder)).rows} == {"refused", "cannot_render"}

@@ -1,4 +1,5 @@
-"""What surrounds the program: closed pipes, full disks, early Ctrl-C, Pythons and environments that cannot run it."""
+"""What surrounds the program: closed pipes, full disks, early Ctrl-C, Pythons and environments that cannot run it, and
+what it tells OpenMP and torch's allocator before torch is loaded."""
 
 import ast
 import contextlib
@@ -16,22 +17,20 @@ import pytest
 
 from sft_play import entry
 from sft_play.log import start_log_file
+from sft_play.process import environment
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 
 PLAN = ("plan", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200")
 
 
 def program(*words: str, code: str = "", **streams: object) -> subprocess.CompletedProcess[str]:
     """`sft-play` in a process of its own, `code` run before it."""
-    start = (
-        ["-c", f"{code}\nimport sys; from sft_play.entry import main; sys.exit(main())"] if code else ["-m", "sft_play"]
-    )
-    return subprocess.run(
-        [sys.executable, *start, *words],
-        cwd=ROOT, env=clean_environment(), text=True, timeout=300,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
-    )  # fmt: skip
+    start = ["-m", "sft_play"]
+    if code:
+        start = ["-c", f"{code}\nimport sys; from sft_play.entry import main; sys.exit(main())"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, **streams}
+    return subprocess.run([sys.executable, *start, *words], env=clean_environment(), text=True, timeout=300, **streams)
 
 
 # output that goes away
@@ -49,10 +48,9 @@ def test_a_closed_pipe_is_quiet_and_changes_no_answer(words, code):
 
 
 def test_a_watch_that_nobody_reads_ends():
-    with subprocess.Popen(
-        [sys.executable, "-m", "sft_play", "memory-check", "--watch"],
-        cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    words = [sys.executable, "-m", "sft_play", "memory-check", "--watch"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, env=clean_environment(), **streams) as process:
         assert process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=60) == 0
@@ -63,9 +61,8 @@ def test_a_watch_that_nobody_reads_ends():
 def test_a_full_disk_is_one_message():
     with Path("/dev/full").open("w") as full:
         answer = program(*PLAN, stdout=full)
-    assert answer.returncode == 2
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
     assert answer.stderr.startswith("[plan] error: standard output cannot be written: No space left on device")
-    assert answer.stderr.count("\n") == 1
 
 
 def test_streams_that_were_closed_before_the_start_are_no_fault():
@@ -85,15 +82,9 @@ def test_a_log_file_on_a_full_disk_is_said_once(capfd):
 
 
 def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
-    config = folder / "run.yaml"
-    config.write_text(
-        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: null, test_path: {rows}}}\n"
-        f"train: {{effective_batch_size: 8, max_steps: {steps}, logging_steps: 1, dataloader_num_workers: 1}}\n"
-        "eval: {generate_rows: 2, max_new_tokens: 4}\n"
-        f"output: {{dir: {folder}/outputs, name: one}}\n"
-    )
-    return config
+    train = {"max_steps": steps, "logging_steps": 1, "dataloader_num_workers": 1}
+    asked, output = {"generate_rows": 2, "max_new_tokens": 4}, {"name": "one"}
+    return write_run(folder, model, rows, data={"test_path": str(rows)}, train=train, eval=asked, output=output)
 
 
 @pytest.mark.parametrize(
@@ -113,33 +104,31 @@ def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_ll
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
     log = (folder / "train.log").read_text(encoding="utf-8")
     assert "Base model: " in log.splitlines()[0]
-    assert "step 3/3" in log
-    assert "Traceback" not in log
+    assert ("step 3/3" in log, "Traceback" in log) == (True, False)
 
 
 # Ctrl-C before the run
-INTERRUPT = """
+ON_IMPORT = """
 import importlib.abc, os, signal, sys
-class Interrupt(importlib.abc.MetaPathFinder):
+class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name == {name!r} and sys.meta_path.pop(0):
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
+        if name == {name!r}:
+            {action}
+sys.meta_path.insert(0, Finder())
 """
+INTERRUPT = "if sys.meta_path.pop(0): os.kill(os.getpid(), signal.SIGINT)"
 
 
 @pytest.mark.parametrize("name", ["sft_play.cli", "pydantic"])
 def test_ctrl_c_in_the_first_second_is_one_line(name):
-    answer = program(*PLAN, "--json", code=INTERRUPT.format(name=name))
-    assert answer.returncode == 130
+    answer = program(*PLAN, "--json", code=ON_IMPORT.format(name=name, action=INTERRUPT))
     said = "stopped by the user before anything was started"
-    assert answer.stderr == f"[plan] {said}\n"
+    assert (answer.returncode, answer.stderr) == (130, f"[plan] {said}\n")
     assert json.loads(answer.stdout) == {"ok": False, "kind": "stopped", "exit": 130, "error": said}
 
 
 def test_memory_that_runs_out_while_the_program_is_loaded_is_one_line():
-    code = INTERRUPT.format(name="pydantic").replace("os.kill(os.getpid(), signal.SIGINT)", "raise MemoryError")
-    answer = program(*PLAN, "--json", code=code)
+    answer = program(*PLAN, "--json", code=ON_IMPORT.format(name="pydantic", action="raise MemoryError"))
     assert (answer.returncode, json.loads(answer.stdout)["kind"]) == (3, "does_not_fit")
     assert answer.stderr == "[plan] error: the memory of this machine ran out while the program was loaded\n"
 
@@ -186,24 +175,13 @@ def test_a_package_of_an_extra_is_installed_with_its_extra():
     assert "[" not in entry._install_hint(["train"], "pydantic")
 
 
-WITHOUT = """
-import importlib.abc, sys
-class Without(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == {name!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Without())
-"""
-
-
 @pytest.mark.parametrize(("package", "words"), [("torch", ("train",)), ("transformers", ("preview",))])
 def test_a_package_that_is_missed_later_is_one_message(package, words, tmp_path, tiny_llama, sums):
     config = run_yaml(tmp_path, tiny_llama, sums, steps=1)
-    answer = program(*words, "--config", str(config), code=WITHOUT.format(name=package))
-    assert answer.returncode == 2
+    missing = 'raise ModuleNotFoundError(f"No module named {name!r}", name=name)'
+    answer = program(*words, "--config", str(config), code=ON_IMPORT.format(name=package, action=missing))
     assert f"has no package {package}, which sft_play needs" in answer.stderr
-    assert answer.stderr.count("error:") == 1
-    assert "Traceback" not in answer.stderr
+    assert (answer.returncode, answer.stderr.count("error:"), "Traceback" in answer.stderr) == (2, 1, False)
     assert not (tmp_path / "outputs").exists()
 
 
@@ -222,11 +200,103 @@ def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
 
 
 def test_what_any_python_reads_is_old_syntax():
-    for name in (
-        *("sft_play/__init__.py", "sft_play/__main__.py", "sft_play/exit_codes.py", "sft_play/entry.py"),
-        *("sft_play/spelling.py", "sft_play/variables.py", "scripts/check_variables.py", "scripts/setup_env.py"),
-        "scripts/train.py",
-    ):
+    package = [
+        f"sft_play/{name}.py" for name in ("__init__", "__main__", "exit_codes", "entry", "spelling", "variables")
+    ]
+    for name in (*package, *(f"scripts/{name}.py" for name in ("check_variables", "setup_env", "train"))):
         source = (ROOT / name).read_text(encoding="utf-8")
         ast.parse(source, feature_version=(3, 6))
         assert "from __future__ import annotations" not in source, name
+
+
+# What OpenMP is told: threads that wait do not take cores from those that work
+ABOUT_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def test_the_openmp_that_torch_loads_sleeps_while_it_waits_on_a_busy_machine(monkeypatch):
+    """By what GNU's OpenMP says of itself (OMP_DISPLAY_ENV) when torch is loaded behind a command of ours."""
+    code = (
+        "import psutil; psutil.cpu_percent = lambda *_: 200 / psutil.cpu_count(); "
+        "from sft_play.cli import main; main(['no-such-command']); import torch"
+    )
+    for name in ABOUT_WAITING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "GOMP_SPINCOUNT" not in answer.stderr:
+        pytest.skip("torch is linked with another OpenMP than GNU's")
+    assert "GOMP_SPINCOUNT = '0'" in answer.stderr
+
+
+def test_one_busy_core_of_many_is_a_busy_machine_and_any_word_of_the_user_about_waiting_counts():
+    """Torch has a thread a core: each piece of work waits for the one thread that shares its core."""
+    assert (
+        environment.openmp_wait_variables({"OMP_NUM_THREADS": "4"}, measure_busy_cores=lambda: 1.0)
+        == environment.NO_SPIN
+    )
+    assert environment.openmp_wait_variables({}, measure_busy_cores=lambda: 0.2) == environment.SHORT_SPIN
+    for name in ABOUT_WAITING:
+        assert environment.openmp_wait_variables({name: ""}, measure_busy_cores=lambda: 2.0) == {}
+
+
+def test_the_users_number_of_threads_reaches_other_runs_and_a_launchers_does_not():
+    assert environment.independent_environment({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in environment.independent_environment(
+        {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"}
+    )
+
+
+# The allocator
+def machine(folder: Path, *devices: str) -> Path:
+    """A machine's files with these in /dev."""
+    (folder / "dev").mkdir()
+    for name in devices:
+        (folder / "dev" / name).touch()
+    return folder
+
+
+GROWS = {"PYTORCH_ALLOC_CONF": environment.EXPANDABLE_SEGMENTS}
+USERS = ("", "expandable_segments:False", "max_split_size_mb:128")
+
+
+@pytest.mark.parametrize(("system", "devices", "given", "added"), [
+    ("linux", ("nvidia0",), {}, GROWS), ("linux", ("nvidiactl",), {}, GROWS),
+    *(("linux", devices, {}, {}) for devices in [(), ("dxg",), ("dxg", "nvidiactl"), ("kfd",)]),  # WSL, AMD
+    *((system, ("nvidia0",), {}, {}) for system in ("win32", "darwin")),
+    *(
+        ("linux", ("nvidia0",), {name: value}, {})
+        for name in (environment.ALLOCATOR_VARIABLE, *environment.OLDER_ALLOCATOR_VARIABLES)
+        for value in USERS
+    ),
+])  # fmt: skip
+def test_segments_grow_on_linux_with_a_card_of_nvidia_unless_the_user_says_something(
+    tmp_path, monkeypatch, system, devices, given, added
+):
+    monkeypatch.setattr(sys, "platform", system)
+    assert environment.allocator_variables(given, root=machine(tmp_path, *devices)) == added
+
+
+def test_the_allocators_setting_is_said_and_what_no_simulation_covers():
+    assert "segments of fixed size" in environment.format_allocator_setting({})
+    assert environment.format_allocator_setting(GROWS).endswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    others = {
+        environment.ALLOCATOR_VARIABLE: "max_split_size_mb:64,backend:native",
+        "PYTORCH_CUDA_ALLOC_CONF": environment.EXPANDABLE_SEGMENTS,
+    }
+    said = environment.format_allocator_setting(others)
+    assert said.startswith("Allocator: PYTORCH_ALLOC_CONF=max")  # which torch reads first
+    assert "covers expandable_segments alone" in said
+
+
+def test_a_command_sets_it_before_torch_is_loaded(tmp_path, monkeypatch):
+    """On a machine with a card: the test's own has none, so its /dev is another."""
+    root = machine(tmp_path, "nvidia0")
+    code = (
+        "import functools, os, sys, pathlib, sft_play.cli as cli; "
+        f"cli.allocator_variables = functools.partial(cli.allocator_variables, root=pathlib.Path({str(root)!r})); "
+        "cli.main(['no-such-command']); print('torch' in sys.modules, os.environ.get('PYTORCH_ALLOC_CONF'))"
+    )
+    for name in (environment.ALLOCATOR_VARIABLE, *environment.OLDER_ALLOCATOR_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert answer.stdout.split() == ["False", environment.EXPANDABLE_SEGMENTS if sys.platform == "linux" else "None"]

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
 from sft_play.models.families import MODEL_FAMILIES
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate_memory
@@ -50,9 +51,14 @@ def tuning(draw: random.Random) -> str:
     return f"{{mode: {mode}, lora: {{r: {draw.choice((4, 64, 256))}, modules_to_save: [{copies}]}}}}"
 
 
+def run_of(words: str, more: str = "") -> RunConfig:
+    """A run with these settings of its tuning."""
+    return config_from_text(f"model: {{name: m}}\ntuning: {words}\n{more}", name="x")
+
+
 def apart(model: dict[str, object], words: str, optim: str, precision: Precision, step: Step) -> float:
     """The estimate's peak over the trace's, less one."""
-    config = config_from_text(f"model: {{name: m}}\ntuning: {words}\ntrain: {{optim: {optim}}}\n", name="x")
+    config = run_of(words, f"train: {{optim: {optim}}}\n")
     shape = load_planned_shape(model, name="m")
     predicted = estimate_memory(config, shape, precision, step).allocated
     return predicted / record_step(step_settings(config, model, shape, precision, step)).peak - 1
@@ -103,23 +109,20 @@ def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kern
     }  # fmt: skip
     at = "eager" if kind == "gpt_oss" else "sdpa"
     for checkpointed in (0, None):
-        step = Step(
-            2, 1, 256, attention=at, masks=False, saves=False, checkpointed_layers=checkpointed, capability=capability
-        )
-        words = f"{{mode: {mode}, lora: {{r: 8}}}}"
-        found = apart(model, words, "adamw_torch_fused", Precision(dtype, dtype, ""), step)
+        options = {"attention": at, "masks": False, "saves": False, "capability": capability}
+        step = Step(2, 1, 256, checkpointed_layers=checkpointed, **options)
+        tuning = f"{{mode: {mode}, lora: {{r: 8}}}}"
+        found = apart(model, tuning, "adamw_torch_fused", Precision(dtype, dtype, ""), step)
         assert abs(found) < TOLERANCE, checkpointed
 
 
 FEW = ("llama", "gpt_oss", "opt", "trocr")
-OTHERS = (
-    *sorted(MODEL_FAMILIES),
-    *("opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr"),
-)
+FURTHER = ("opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in OTHERS]
+    "kind",
+    [pytest.param(one, marks=() if one in FEW else pytest.mark.slow) for one in (*sorted(MODEL_FAMILIES), *FURTHER)],
 )
 def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
     """By formulas for a class of the table, measured for another."""
@@ -145,7 +148,7 @@ def test_what_a_class_gives_no_gradient_counts_as_weights_alone() -> None:
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
 def test_a_rank_holds_its_part_of_it(name: str) -> None:
-    config = config_from_text("model: {name: m}\ntuning: {mode: full}\n", name="x")
+    config = run_of("{mode: full}")
     layout = Layout(name) if name == "single" else Layout(name, 4, 1 if name == "ddp" else 4)
     shape = load_planned_shape(fields("llama", tied=False), name="m")
     part = replace(shape, untrained_params=40_000_000)

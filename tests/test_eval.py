@@ -25,7 +25,7 @@ from sft_play.finished.evaluation import RowScore, evaluate_run, score_rows, sco
 from sft_play.finished.load import load_held_out_rows, load_trained_model
 from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
 from sft_play.finished.run import FinishedRun, find_finished_run, require_split
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 from tests.finished_runs import SMALL, finished_run, make_base
 
 pytestmark = [
@@ -49,28 +49,22 @@ RUNS = {
 }
 
 
-def trained(folder: Path, base: Path, command: Any, *words: str) -> tuple[FinishedRun, dict[str, Any]]:
+def trained(folder: Path, base: Path, succeed: Any, *words: str) -> tuple[FinishedRun, dict[str, Any]]:
     """A run that learns to answer one of two words; half of the rows are held out."""
-    rows = [chat(f"what is {n} + {n}?", "yes" if n % 3 else "no no") for n in range(64)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_yaml = folder / "run.yaml"
-    run_yaml.write_text(
-        f"model: {{name: {base}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.5}}\n"
-        "train: {effective_batch_size: 8, max_steps: 12, learning_rate: 1e-2, warmup_steps: 0, report_to: []}\n"
-        f"eval: {{steps: 0, generate_rows: 100, max_new_tokens: 6}}\noutput: {{dir: {folder}/outputs, name: first}}\n"
-    )
-    code, printed = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, printed
+    rows = (chat(f"what is {n} + {n}?", "yes" if n % 3 else "no no") for n in range(64))
+    asked = {"data": {"val_fraction": 0.5}, "eval": {"steps": 0, "generate_rows": 100, "max_new_tokens": 6}}
+    asked |= {"train": {"max_steps": 12, "learning_rate": 1e-2, "warmup_steps": 0}, "output": {"name": "first"}}
+    path = write_run(folder, base, write_rows(folder / "rows.jsonl", rows), **asked)
+    succeed("train", "--config", str(path), *words)
     run = find_finished_run(folder / "outputs", "first")
     return run, json.loads((run.folder.path / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama, command, kind):
+def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama, succeed, kind):
     mode, bf16, word = RUNS[kind]
     words = [f"tuning.mode={mode}", f"train.bf16={str(bf16).lower()}", *([word] if word else [])]
-    run, summary = trained(tmp_path, tiny_llama, command, *words)
+    run, summary = trained(tmp_path, tiny_llama, succeed, *words)
     figures = {figure.name: figure for figure in evaluate_run(run, metrics=["exact_match"]).comparisons}
     for name, of in (("base", "before"), ("tuned", "after")):
         assert getattr(figures["loss"], name) == pytest.approx(summary[of]["loss"], abs=1e-4)
@@ -79,12 +73,12 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
     assert figures["exact_match"].tuned > 0
 
 
-def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, command):
+def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, succeed):
     torch.manual_seed(0)
     balanced = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
     model = MixtralForCausalLM(MixtralConfig(**SMALL, vocab_size=400, **balanced))
     base = make_base(tmp_path / "base", model)
-    run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
+    run, summary = trained(tmp_path, base, succeed, "tuning.mode=lora", "train.bf16=false")
     scores = score_rows_of_run(run, load_trained_model(run), load_held_out_rows(run).split.rows)
     assert mean_loss(scores) < summary["after"]["loss"] - 0.1
 
@@ -104,7 +98,6 @@ def plain_scores(model: Any, row: dict[str, list[int]]) -> tuple[float, int, int
 def lora(tmp_path_factory):
     """A finished run with a random adapter, and a head of its own on a base that ties it."""
     folder = tmp_path_factory.mktemp("lora")
-
     torch.manual_seed(0)
     base = make_base(folder / "base", LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=400, tie_word_embeddings=True)))
     return find_finished_run(folder, str(finished_run(folder / "run", base, modules_to_save=["lm_head"])))
@@ -200,10 +193,9 @@ def test_every_figure_follows_from_the_rows_that_are_written(lora):
 
 
 def test_a_limit_takes_rows_evenly_and_out_is_another_place(lora, tmp_path):
-    evaluation = evaluate_run(
-        lora, limit=5, metrics=["exact_match"], max_new_tokens=2, out=tmp_path / "new" / "a.jsonl"
-    )
-    assert [row["row"] for row in lines_of(tmp_path / "new" / "a.jsonl")] == [1, 3, 5, 8, 10]  # 12 * n // 5 + 1
+    out = tmp_path / "new" / "a.jsonl"
+    evaluation = evaluate_run(lora, limit=5, metrics=["exact_match"], max_new_tokens=2, out=out)
+    assert [row["row"] for row in lines_of(out)] == [1, 3, 5, 8, 10]  # 12 * n // 5 + 1
     assert json.loads((tmp_path / "new" / "a.json").read_text())["rows_of_split"] == 12
     assert "Evaluated: 5 of 12 rows of val" in evaluation.lines()[0]
     for wrong in (tmp_path / "a.json", tmp_path):
@@ -212,15 +204,12 @@ def test_a_limit_takes_rows_evenly_and_out_is_another_place(lora, tmp_path):
 
 
 def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on_is_named(lora, tmp_path):
-    own = [json.loads(line) for line in (lora.folder.path.parent / "run.jsonl").read_text().splitlines()]
-    other = tmp_path / "other.jsonl"
-    pairs = [{"prompt": f"is it {n}?", "completion": "yes"} for n in range(6)]
-    other.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    pairs = ({"prompt": f"is it {n}?", "completion": "yes"} for n in range(6))
+    other = write_rows(tmp_path / "other.jsonl", pairs)
     fresh = evaluate_run(lora, data=str(other), metrics=["none"], out=tmp_path / "x.jsonl")
     assert (fresh.rows.rows_trained_on, fresh.rows.split_size) == (0, 6)
-    everything = tmp_path / "everything.jsonl"
-    everything.write_text("".join(json.dumps(row) + "\n" for row in own))
-    seen = evaluate_run(lora, data=str(everything), metrics=["none"], out=tmp_path / "x.jsonl")
+    own = str(lora.folder.path.parent / "run.jsonl")
+    seen = evaluate_run(lora, data=own, metrics=["none"], out=tmp_path / "x.jsonl")
     assert (seen.rows.rows_trained_on, seen.rows.split_size) == (12, 24)  # the other twelve were held out
     assert "Warning: 12 of 24 rows were trained on" in "\n".join(seen.lines())
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
@@ -316,9 +305,7 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence_of_words():
         precision, recall = common / len(one), common / len(other)
         expected = 2 * precision * recall / (precision + recall) if common else 0.0
         assert rouge_l(" ".join(one), " ".join(other)) == pytest.approx(expected)
-    assert rouge_l("...", "...") == 1.0
-    assert rouge_l("...", "!") == 0.0
-    assert rouge_l("", "a word") == 0.0
+    assert [rouge_l(*texts) for texts in (("...", "..."), ("...", "!"), ("", "a word"))] == [1.0, 0.0, 0.0]
 
 
 def test_words_of_ascii_are_runs_of_letters_and_digits_and_other_scripts_have_theirs():
@@ -327,8 +314,7 @@ def test_words_of_ascii_are_runs_of_letters_and_digits_and_other_scripts_have_th
         text = "".join(draw.choice(string.printable) for _ in range(40))
         # rouge-score, tokenize.py, no stemmer
         assert split_words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
-    assert split_words("Größe ÄRGER") == ["grösse", "ärger"]
-    assert split_words("今日は cat") == ["今", "日", "は", "cat"]
+    assert split_words("Größe ÄRGER 今日は cat") == ["grösse", "ärger", "今", "日", "は", "cat"]
     assert split_words("हिन्दी में") == ["हिन्दी", "में"]
 
 
@@ -388,7 +374,6 @@ def test_without_the_packages_the_rest_is_measured(monkeypatch, caplog):
 
 
 # Verdicts, memory.
-# --- verdicts, memory -------------------------------------------------------------------------------------------------
 def test_a_figure_is_better_only_where_its_whole_interval_is():
     for low, high, of_share, of_loss in (
         (1.0, 2.0, "better", "worse"), (-2.0, -1.0, "worse", "better"), (0.0, 0.0, "same", "same"),
@@ -412,11 +397,13 @@ def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeyp
 
         return whole(model, tokenizer, asked, try_batch=try_small_batch, **options)
 
-    evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
-    answered = [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")]
+    def answers():
+        evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
+        return [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")]
+
+    answered = answers()
     monkeypatch.setattr(respond, "generate_answers", small)
-    evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
-    assert [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")] == answered
+    assert answers() == answered
     assert min(seen) <= 2 < max(seen)
 
 
@@ -443,11 +430,9 @@ def harness(monkeypatch):
         results = {"acc,none": value, "acc_stderr,none": 0.1, "alias": "sums", "f1,none": 0.5, "f1_stderr,none": "N/A"}
         return {"results": dict.fromkeys(tasks, results)}
 
-    modules = {
-        "lm_eval": {"simple_evaluate": simple_evaluate, "__spec__": importlib.machinery.ModuleSpec("lm_eval", None)},
-        "lm_eval.tasks": {"TaskManager": TaskManager}, "lm_eval.models": {},
-        "lm_eval.models.huggingface": {"HFLM": HFLM},
-    }  # fmt: skip
+    spec = importlib.machinery.ModuleSpec("lm_eval", None)
+    modules = {"lm_eval": {"simple_evaluate": simple_evaluate, "__spec__": spec}, "lm_eval.models": {}}
+    modules |= {"lm_eval.tasks": {"TaskManager": TaskManager}, "lm_eval.models.huggingface": {"HFLM": HFLM}}
     for name, content in modules.items():
         module = types.ModuleType(name)
         vars(module).update(content)
@@ -460,15 +445,12 @@ def test_tasks_are_given_to_the_harness_for_base_and_trained_model(lora, harness
     evaluation = evaluate_run(lora, metrics=["none"], tasks=["*sums"], limit=10, out=out)
     base, tuned = harness
     for one in (base, tuned):
-        assert one["tasks"] == ["sums", "more_sums"]
-        assert (one["limit"], one["apply_chat_template"]) == (10, True)
+        assert (one["tasks"], one["limit"], one["apply_chat_template"]) == (["sums", "more_sums"], 10, True)
         assert type(one["model"]["pretrained"]).__name__ == "LlamaForCausalLM"
         assert one["model"]["tokenizer"].chat_template
-        assert one["model"]["batch_size"] == lora.plan().eval_batch
-        assert one["model"]["mixed_precision_dtype"] is None
-    assert [(one.task, one.metric) for one in evaluation.tasks] == [
-        ("sums", "acc,none"), ("sums", "f1,none"), ("more_sums", "acc,none"), ("more_sums", "f1,none"),
-    ]  # fmt: skip
+        assert (one["model"]["batch_size"], one["model"]["mixed_precision_dtype"]) == (lora.plan().eval_batch, None)
+    both = [(task, metric) for task in ("sums", "more_sums") for metric in ("acc,none", "f1,none")]
+    assert [(one.task, one.metric) for one in evaluation.tasks] == both
     accuracy, f1 = evaluation.tasks[:2]
     assert accuracy.base != accuracy.tuned  # the adapter was off for the first
     assert (accuracy.stderr, f1.stderr) == (0.1, None)

@@ -1,23 +1,41 @@
-"""Evaluation: a micro-batch of its own, rows of like length together, the same figures whatever the batches."""
+"""Evaluation: a micro-batch of its own, rows of like length together, the same figures whatever the batches; answers
+are generated in batches that hold no more than a training step does."""
 
 import dataclasses
+import json
+import random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.estimate import MAX_EVALUATION_ROWS, RESIDENT_TERMS, max_evaluation_rows
+from sft_play.planner.memory.estimate import (
+    MAX_EVALUATION_ROWS,
+    RESIDENT_TERMS,
+    kv_cache_bytes_per_token,
+    max_evaluation_rows,
+)
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded
 from sft_play.planner.precision import Precision
+from sft_play.trace.step import trace_step
+from sft_play.training.loop.rows import balanced_batch_size, longest_first_order, pad_to_multiple
+from sft_play.training.measure import exact_match
+from sft_play.training.measure.exact_match import batch_by_tokens
+from tests.conftest import write_run
 from tests.ranks import found_by_ranks
+from tests.ranks_evaluation import LENGTHS, figures, rows_of, trainer_of
 from tests.test_decisions import QUICK
+from tests.test_trace import SMALL
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16 everywhere")
 MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B")
@@ -103,8 +121,6 @@ def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
 @QUICK
 @given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batches_are_evened_without_another_pass(rows, most, ranks):
-    from sft_play.training.loop.rows import balanced_batch_size
-
     batch = balanced_batch_size(rows, max_size=most, ranks=ranks)
     assert 1 <= batch <= most
     passes = -(-rows // (batch * ranks))
@@ -114,10 +130,6 @@ def test_batches_are_evened_without_another_pass(rows, most, ranks):
 
 @pytest.mark.build
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
-    from datasets import Dataset
-
-    from sft_play.training.loop.rows import longest_first_order, pad_to_multiple
-
     draw = np.random.default_rng(3)
     lengths = draw.integers(2, 6, size=40)
     rows = Dataset.from_dict({
@@ -133,10 +145,6 @@ def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
 @pytest.mark.parametrize("seed", range(8))
 def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     """Batch n goes to rank n modulo the ranks, so that the ranks of a group have consecutive ones."""
-    from datasets import Dataset
-
-    from sft_play.training.loop.rows import longest_first_order
-
     draw = np.random.default_rng(seed)
     batch, copies, groups = (int(number) for number in draw.integers(1, 5, size=3))
     count = batch * copies * groups * int(draw.integers(1, 4))
@@ -153,8 +161,6 @@ def test_the_ranks_that_share_rows_each_get_every_batch(seed):
 # --- the figures ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, tiny_llama):
-    from tests.ranks_evaluation import figures
-
     return figures(tiny_llama, tmp_path_factory.mktemp("alone"), ranks=1)
 
 
@@ -165,11 +171,6 @@ def together(tmp_path_factory, tiny_llama):
 
 
 def by_hand(model: Any, dtype: Any) -> tuple[float, float]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from tests.ranks_evaluation import rows_of
-
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     lost, right = [], []
     for row in rows_of():
@@ -189,22 +190,18 @@ def test_the_loss_is_the_mean_over_trained_tokens_whatever_batches_and_ranks(
     request, tiny_llama, world, precision, tolerance
 ):
     """bf16: products are rounded to 8 bits, in another order for another length of the padding."""
-    import torch
-
     found = request.getfixturevalue(world)[precision]
     loss, accuracy = by_hand(tiny_llama, torch.float32)
-    for size, figures in found.items():
-        assert figures["loss"] == pytest.approx(loss, rel=tolerance), size
-        assert figures["loss"] == pytest.approx(found["1"]["loss"], rel=tolerance), size
-        assert figures["entropy"] == pytest.approx(found["1"]["entropy"], rel=tolerance), size
+    for size, measured in found.items():
+        assert measured["loss"] == pytest.approx(loss, rel=tolerance), size
+        assert measured["loss"] == pytest.approx(found["1"]["loss"], rel=tolerance), size
+        assert measured["entropy"] == pytest.approx(found["1"]["entropy"], rel=tolerance), size
         if precision == "fp32":
-            assert figures["accuracy"] == pytest.approx(accuracy, rel=1e-5), size
+            assert measured["accuracy"] == pytest.approx(accuracy, rel=1e-5), size
 
 
 @pytest.mark.build
 def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama):
-    from tests.ranks_evaluation import LENGTHS, trainer_of
-
     trainer = trainer_of(tiny_llama, tmp_path, "eval.batch_size=4")
     seen = []
     step = trainer.prediction_step
@@ -224,8 +221,6 @@ def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama
 @pytest.mark.build
 def test_a_traced_evaluation_has_a_mask_of_its_own():
     """Rows that are padded get the memory-efficient kernel with its mask, also where training has none."""
-    from sft_play.trace.step import trace_step
-    from tests.test_trace import SMALL
 
     def at(**changes: Any) -> int:
         base = dataclasses.replace(SMALL, capability=(8, 0), seq_len=256, attention="sdpa", eval_batch=8)
@@ -236,3 +231,59 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
     assert at(eval_mask="ones") == plain
     assert at(eval_mask="padded") >= plain + 8 * 256**2  # booleans, one a pair of tokens
     assert at(eval_mask="padded") == at(mask="padded") == at(mask="packed", eval_mask="padded")
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(10))
+def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
+    draw = random.Random(seed)
+    tokens = [draw.randint(1, 400) for _ in range(draw.randint(0, 80))]
+    order = sorted(range(len(tokens)), key=tokens.__getitem__)
+    most = draw.choice([1, 350, 1000, 5000])
+    found = list(batch_by_tokens(order, tokens, most))
+    assert [index for batch in found for index in batch] == order
+    for place, batch in enumerate(found):
+        assert len(batch) == 1 or len(batch) * tokens[batch[-1]] <= most
+        if place + 1 < len(found):
+            assert (len(batch) + 1) * tokens[found[place + 1][0]] > most
+
+
+@pytest.mark.parametrize(
+    ("model", "nbytes"), [("meta-llama/Llama-3.1-8B", 32 * 2 * 8 * 128 * 2), ("Qwen/Qwen2.5-0.5B", 24 * 2 * 2 * 64 * 2)]
+)
+def test_a_tokens_keys_and_values_are_counted(model, nbytes):
+    assert kv_cache_bytes_per_token(load_model_shape(model), 2) == nbytes
+
+
+@pytest.mark.parametrize(("machine", "model", "has_eval"), [
+    ("1xRTX3060", "Qwen/Qwen2.5-0.5B", True), ("1xH100", "Qwen/Qwen2.5-7B", False),
+    ("4xRTX4090", "meta-llama/Llama-3.1-8B", True),
+])  # fmt: skip
+def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
+    config, shape = config_from_text(f"model: {{name: {model}}}", name="x"), load_model_shape(model)
+    plan = make_plan(PlanRequest(config, shape, parse_hardware(machine), has_eval=has_eval))
+    gives_back = plan.memory.allocated - plan.memory.resident
+    assert plan.answer_tokens >= 1
+    if plan.answer_tokens > 1:
+        assert plan.answer_tokens * kv_cache_bytes_per_token(shape, 2) < gives_back
+    assert plan.answer_tokens >= gives_back // (20 * kv_cache_bytes_per_token(shape, 2) + gives_back // 512)
+
+
+@pytest.mark.build
+def test_a_run_asks_in_batches_of_its_plan(tmp_path, tiny_llama, sums, succeed, monkeypatch):
+    seen: list[tuple[int, int]] = []
+    real = exact_match._generate
+
+    def generate(model, tokenizer, prompts, stop, new):
+        seen.append((len(prompts), max(map(len, prompts)) + new))
+        return real(model, tokenizer, prompts, stop, new)
+
+    monkeypatch.setattr(exact_match, "_generate", generate)
+    train = {"effective_batch_size": 4, "batch_size": 1, "max_steps": 1}
+    asked = {"generate_rows": 12, "max_new_tokens": 8, "before_training": True, "steps": 0}
+    output = {"name": "one"}
+    path = write_run(tmp_path, tiny_llama, sums, data={"val_fraction": 0.4}, train=train, eval=asked, output=output)
+    succeed("train", "--config", str(path))
+    most = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["answer_tokens"]
+    assert seen
+    assert all(rows == 1 or rows * tokens <= most for rows, tokens in seen)

@@ -24,7 +24,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import build_questions, collect_stop_ids, generate_answers
 from tests.bundled import template_of
-from tests.conftest import chat, shared
+from tests.conftest import chat, shared, write_rows, write_run
 from tests.models import CHATML, make_llama, make_tokenizer
 from tests.test_masks import forms
 from tests.test_recorded_data import TOOLS
@@ -103,10 +103,8 @@ def answered(monkeypatch: Any, tokenizer: Any, asked: Any, texts: list[str], sto
     monkeypatch.setattr(exact_match, "_generate", lambda _, __, prompts, *___: [made[tuple(one)] for one in prompts])
     model: Any = SimpleNamespace(training=False, eval=lambda: None, train=lambda _: None)
     model.config = SimpleNamespace(get_text_config=SimpleNamespace)
-    return [
-        one.is_correct
-        for one in generate_answers(model, tokenizer, asked, stop_ids=stop, max_new_tokens=99, max_tokens=9999)
-    ]
+    given = generate_answers(model, tokenizer, asked, stop_ids=stop, max_new_tokens=99, max_tokens=9999)
+    return [one.is_correct for one in given]
 
 
 def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
@@ -158,24 +156,20 @@ def test_so_it_is_for_every_shared_template(tokenizer_of, monkeypatch):
     assert sum(checked) > 3 * len(files)
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "reference"),
-    [
-        # the prompt ends behind `assistant\n`, so the block is the model's to write
-        ("trl/qwen3", PLAIN, "<think>\n\n</think>\n\nThere."),
-        ("trl/qwen3", THOUGHT, "<think>\nThey ask me.\n</think>\n\nThere."),
-        # the prompt opens the block
-        ("trl/qwen3_5_think", THOUGHT, "They ask me.\n</think>\n\nThere."),
-        ("trl/nemotron_3_nano", THOUGHT, "They ask me.\n</think>\nThere."),
-        # the prompt opens a block, and the template takes the answer's away: the answer is trained without it
-        ("trl/deepseek_r1_distill", OWN_THOUGHT, "There."),
-        # no block is written, and none is expected
-        ("trl/qwen3_instruct_2507", PLAIN, "There."),
-        # the template strips white space
-        ("trl/gemma3", asked_and("  There. \n"), "There."),
-        ("trl/gptoss", PLAIN, "<|channel|>final<|message|>There."),
-    ],
-)
+@pytest.mark.parametrize(("template", "messages", "reference"), [
+    # the prompt ends behind `assistant\n`, so the block is the model's to write
+    ("trl/qwen3", PLAIN, "<think>\n\n</think>\n\nThere."),
+    ("trl/qwen3", THOUGHT, "<think>\nThey ask me.\n</think>\n\nThere."),
+    # the prompt opens the block
+    ("trl/qwen3_5_think", THOUGHT, "They ask me.\n</think>\n\nThere."),
+    ("trl/nemotron_3_nano", THOUGHT, "They ask me.\n</think>\nThere."),
+    # the prompt opens a block, and the template takes the answer's away: the answer is trained without it
+    ("trl/deepseek_r1_distill", OWN_THOUGHT, "There."),
+    # no block is written, and none is expected
+    ("trl/qwen3_instruct_2507", PLAIN, "There."),
+    # the template strips white space
+    ("trl/gemma3", asked_and("  There. \n"), "There."), ("trl/gptoss", PLAIN, "<|channel|>final<|message|>There."),
+])  # fmt: skip
 def test_the_reference_is_what_the_template_leaves_to_the_model(template, messages, reference, tokenizer_of):
     tokenizer = tokenizer_of(template_of(template))
     [question] = build_questions([conversation(messages)], renderer_of(tokenizer), tokenizer)
@@ -218,10 +212,7 @@ def test_what_is_not_trained_is_not_asked_for(tokenizer_of):
     tokenizer = tokenizer_of(CHATML)
     asked = ([*PLAIN, *asked_and("There.", train=False)], asked_and(""), [*PLAIN, QUESTION])
     assert build_questions(map(conversation, asked), renderer_of(tokenizer), tokenizer) == [None] * 3
-
-
-def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
-    tokenizer = tokenizer_of(CHATML)
+    # a cut row is compared with its whole answer
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=60)
     long = conversation(asked_and("the light in the kitchen is on " * 9))
     assert renderer(long).cut_tokens > 0
@@ -231,18 +222,13 @@ def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
 
 
 # A whole run.
-def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monkeypatch):
+def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, succeed, monkeypatch):
     """A model that writes the template's empty think block and then the answer, as trained, is right everywhere."""
-
     base = make_llama(tmp_path / "base", template=template_of("trl/qwen3"), max_position_embeddings=256)
     rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(48)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {base}, max_seq_len: 96}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.3}}\n"
-        "train: {effective_batch_size: 8, max_steps: 2, report_to: [], metric_for_best_model: exact_match}\n"
-        f"eval: {{steps: 1, generate_rows: 3, max_new_tokens: 32}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
+    asked = {"model": {"max_seq_len": 96}, "eval": {"steps": 1, "generate_rows": 3, "max_new_tokens": 32}}
+    asked |= {"data": {"val_fraction": 0.3}, "train": {"metric_for_best_model": "exact_match"}}
+    config = write_run(tmp_path, base, write_rows(tmp_path / "rows.jsonl", rows), output={"name": "one"}, **asked)
     tokenizer = AutoTokenizer.from_pretrained(base)
     rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
     end, written = tokenizer.convert_tokens_to_ids("<|im_end|>"), {}
@@ -251,8 +237,7 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
         answer = tokenizer(text[len(prompt) :])["input_ids"]
         written[tuple(tokenizer(prompt)["input_ids"])] = tuple(answer[: answer.index(end) + 1])
     monkeypatch.setattr(exact_match, "_generate", lambda _, __, asked, *___: [written[tuple(one)] for one in asked])
-    code, printed = command("train", "--config", str(tmp_path / "run.yaml"))
-    assert code == 0, printed
+    printed = succeed("train", "--config", str(config))
     folder = tmp_path / "outputs" / "one"
     summary = json.loads((folder / "summary.json").read_text())
     held_out = summary["after"]["rows"]
@@ -261,8 +246,8 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
         assert (summary[when]["exact_match"], summary[when]["generated_rows"]) == (1.0, 3)
     assert f"exact match of 3 answers (val, {held_out} rows): 100.0% before, 100.0% after" in printed
     assert [one["generated_rows"] for one in summary["evaluations"]] == [3] * len(summary["evaluations"])
-    assert summary["samples"][0]["right"]
-    assert summary["samples"][0]["expected"].startswith("<think>\n\n</think>\n\nit is ")
+    sample = summary["samples"][0]
+    assert (sample["right"], sample["expected"].startswith("<think>\n\n</think>\n\nit is ")) == (True, True)
     assert "| exact match of 3 answers | 100.0% | 100.0% |" in (folder / "adapter" / "README.md").read_text()
     compared = compare_results([read_record(RunFolder(folder))])
     assert compared["generated_rows_after"] == compared["val_generated_rows"] == (3,)

@@ -41,7 +41,7 @@ from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.experts import CASTING_GROUPED_MM, balance_coefficient, choose_experts, fit_balance_loss
 from sft_play.training.prepare.model_spec import build_model_spec
-from tests.test_every_class import some_bytes
+from tests.test_measured_blocks import some_bytes
 
 pytestmark = pytest.mark.build
 
@@ -173,10 +173,6 @@ def test_fp32_weights_are_multiplied_in_autocast_s_dtype_as_eager_ones_are(tmp_p
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     assert other == pytest.approx(loss, rel=2**-6)
     assert distance(gradients, mine) <= 2**-6
-
-
-def test_a_saved_model_says_nothing_of_the_implementation(tmp_path):
-    _, _, model = step(saved(tmp_path / "m", "mixtral", 0), "auto", MASTERS)
     model.save_pretrained(tmp_path / "out")
     assert "experts_implementation" not in (tmp_path / "out" / "config.json").read_text()
 
@@ -189,9 +185,8 @@ def test_widths_that_grouped_products_refuse_run_eagerly(seed):
     width, precision = rng.choice((4, 6, 8, 12, 13, 16, 20, 24)), rng.choice((FP32, BF16))
     fields = sizes("mixtral", seed) | {"intermediate_size": width}
     kind = fields.pop("model_type")
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **fields), dtype=torch.float32 if precision is FP32 else torch.bfloat16
-    )
+    dtype = torch.float32 if precision is FP32 else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=dtype)
     chosen = choose_experts(config(), model, precision)
     ids = torch.randint(3, 64, (2, 9))
     problem = ""
@@ -200,21 +195,18 @@ def test_widths_that_grouped_products_refuse_run_eagerly(seed):
     except RuntimeError as error:
         problem = str(error)
     assert problem in ("", "strides should be multiple of 16 bytes")
-    runs = not problem
-    assert (chosen.name == "grouped_mm") == runs
-    if not runs:
+    assert (chosen.name == "grouped_mm") == (not problem)
+    if problem:
         assert f"one is {width}" in chosen.reason
         with pytest.raises(ConfigError, match=r"experts_implementation=grouped_mm: x cannot run it.*use auto"):
             choose_experts(config(experts_implementation="grouped_mm"), model, precision)
 
 
-def test_a_model_without_experts_takes_no_implementation(tiny_llama):
+def test_no_experts_take_no_implementation_and_experts_in_a_list_of_mlps_are_a_class_s_own_code(tiny_llama):
     assert build_model_spec(config(name=tiny_llama), FP32, tokenizer_size=10).experts is None
     with pytest.raises(ConfigError, match="has no experts that it could reach; leave it at auto"):
         build_model_spec(config(name=tiny_llama, experts_implementation="eager"), FP32, tokenizer_size=10)
 
-
-def test_experts_in_a_list_of_mlps_are_a_class_s_own_code():
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,7 +233,6 @@ def test_the_table_of_moved_adapters_is_peft_s():
 @pytest.mark.parametrize("kind", MODELS)
 def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     """PEFT would move those on shared experts and dense blocks to the routed experts."""
-
     folder = saved(tmp_path / "m", kind, 1, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
     run = config(name=folder, mode="lora")
     spec = build_model_spec(run, FP32, tokenizer_size=64)
@@ -249,17 +240,16 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     assert trained
     assert not any(".experts." in name for name in trained)
-    assert sum(one.numel() for one in trained.values()) == adapter_params(
-        load_planned_shape(load_config_json(str(folder)), name="m"), run.tuning.lora
-    )
+    shape = load_planned_shape(load_config_json(str(folder)), name="m")
+    assert sum(one.numel() for one in trained.values()) == adapter_params(shape, run.tuning.lora)
     says = any("PEFT would put its adapter on this model's routed experts" in note for note in spec.notes)
     assert says == (kind in ("qwen3_moe", "deepseek_v3"))
 
 
 def test_a_target_that_would_be_moved_is_refused(tmp_path):
     folder = saved(tmp_path / "m", "deepseek_v3", 1)
-    text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
-    run = config_from_text(json.dumps(text), name="r")
+    words = ["tuning.lora.target_modules=[q_a_proj, down_proj]"]
+    run = config_from_text(f"model: {{name: {folder}}}", name="r", overrides=words)
     with pytest.raises(ConfigError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
         check_adapter_targets(run, load_planned_shape(load_config_json(str(folder)), name="m"))
 
@@ -276,13 +266,10 @@ def test_eager_experts_cost_what_was_published():
         "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
     }  # fmt: skip
-    shape = measure_shape_on_meta(fields, name="Qwen/Qwen1.5-MoE-A2.7B")
-    shape = dataclasses.replace(shape, block_meter=some_bytes)
+    shape = dataclasses.replace(measure_shape_on_meta(fields, name="Qwen1.5-MoE-A2.7B"), block_meter=some_bytes)
     for mode in ("lora", "qlora"):
-        fast, slow = (
-            plan_of(config(experts_implementation=name, mode=mode, name="m"), shape, "A100-80GB")
-            for name in ("auto", "eager")
-        )
+        runs = (config(experts_implementation=name, mode=mode, name="m") for name in ("auto", "eager"))
+        fast, slow = (plan_of(run, shape, "A100-80GB") for run in runs)
         assert EXPERTS_PART not in fast.speed.parts
         assert not any("experts" in line for line in fast.reasons)
         share = slow.choice.checkpointed_layers / 24
@@ -300,11 +287,8 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     assert shape.params == 8_953_803_264  # as published there
     assert sum(kind.count for kind in shape.layers if kind.linear_attention_width == 4096) == 24
     assert set(shape.kernel_packages) == {LINEAR_ATTENTION_PACKAGE, "causal-conv1d"}
-    text = {
-        "model": {"name": "m", "max_seq_len": 1024}, "tuning": {"mode": "full"},
-        "train": {"batch_size": 8, "grad_accum": 1, "gradient_checkpointing": False},
-    }  # fmt: skip
-    run = config_from_text(json.dumps(text), name="r")
+    words = ["train.batch_size=8", "train.grad_accum=1", "train.gradient_checkpointing=false"]
+    run = config_from_text("model: {name: m, max_seq_len: 1024}\ntuning: {mode: full}", name="r", overrides=words)
     fast = plan_of(run, shape, "8xB200")
     slow = plan_of(run, shape, "8xB200", frozenset({LINEAR_ATTENTION_PACKAGE, "causal-conv1d"}))
     assert LINEAR_ATTENTION_PART not in fast.speed.parts
@@ -313,9 +297,8 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     lines = [line for line in slow.reasons if "not installed" in line]
     assert len(lines) == 2
     assert [line.startswith(LINEAR_ATTENTION_PACKAGE) for line in lines if "on Blackwell" in line] == [True]
-    hopper = plan_of(run, shape, "8xH200", frozenset({LINEAR_ATTENTION_PACKAGE}))
+    hopper, on_cpu = (plan_of(run, shape, name, frozenset({LINEAR_ATTENTION_PACKAGE})) for name in ("8xH200", "cpu"))
     assert not any("Blackwell" in line for line in hopper.reasons)
-    on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION_PACKAGE}))
     assert LINEAR_ATTENTION_PART not in on_cpu.speed.parts
     assert not any("not installed" in line for line in on_cpu.reasons)
 
@@ -428,9 +411,8 @@ def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_log
     config.router_aux_loss_coef, config.output_router_logits = 0.01, rng.random() < 0.5
     model, ids = AutoModelForCausalLM.from_config(config), torch.arange(3, 35).reshape(2, 16)
     has_routers = bool(model.model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits)
-    lines = fit_balance_loss(config)
-    assert len(lines) == (not has_routers)
-    assert balance_coefficient(config) == (0.01 if has_routers else 0.0)
+    found = (len(fit_balance_loss(config)), balance_coefficient(config))
+    assert found == ((0, 0.01) if has_routers else (1, 0.0))
     with_fused_head(AutoModelForCausalLM.from_config(config)).loss.backward()
 
 

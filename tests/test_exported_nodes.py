@@ -26,7 +26,7 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.training import distributed
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 from tests.processes import free_port
 from tests.test_nodes import together
 
@@ -36,27 +36,17 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_llama, sums) -> Path:
-    folder = tmp_path_factory.mktemp("exported")
-    path = folder / "run.yaml"
-    path.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 8, batch_size: 1, max_steps: 2, report_to: []}\neval: {steps: 0}\n"
-        f"output: {{dir: {folder}/outputs}}\n"
-    )
-    return path
+    train = {"batch_size": 1}
+    return write_run(tmp_path_factory.mktemp("exported"), tiny_llama, sums, train=train, eval={"steps": 0})
 
 
 # --- how exported variables are read ----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("machine", "world", "rank", "address", "nodes"),
-    [
-        ("4xH100", 8, 4, "10.0.0.1", (2, 1)), ("8xH100", 32, 24, "10.0.0.1", (4, 3)),  # ranks
-        ("1xH100", 2, 1, "10.0.0.1", (2, 1)), ("3xH100", 4, 0, "10.0.0.1", (4, 0)),  # nodes: one reading
-        ("2xH100", 4, 1, "10.0.0.1", (4, 1)),  # no first rank of a node
-        ("2xH100", 2, 0, "10.0.0.1", (2, 0)), ("2xH100", 2, 0, "127.0.0.1", (1, 0)),  # unless nobody can come
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "world", "rank", "address", "nodes"), [
+    ("4xH100", 8, 4, "10.0.0.1", (2, 1)), ("8xH100", 32, 24, "10.0.0.1", (4, 3)),  # ranks
+    ("1xH100", 2, 1, "10.0.0.1", (2, 1)), ("3xH100", 4, 0, "10.0.0.1", (4, 0)),  # nodes: one reading
+    ("2xH100", 4, 1, "10.0.0.1", (4, 1)),  # no first rank of a node
+    ("2xH100", 2, 0, "10.0.0.1", (2, 0)), ("2xH100", 2, 0, "127.0.0.1", (1, 0)),  # unless nobody can come
+])  # fmt: skip
 def test_rank_and_world_size_count_ranks_where_they_can(config, monkeypatch, machine, world, rank, address, nodes):
     """Two machines with four GPUs export RANK=0 and RANK=4; Kubernetes numbers as many nodes as WORLD_SIZE says."""
     monkeypatch.setattr(launch_request, "detect_hardware", lambda: parse_hardware(machine))
@@ -114,11 +104,10 @@ def test_two_machines_train_by_the_variables_that_guides_export(config):
     assert "this is node 1, at 127.0.0.1" in printed[1]
 
 
-def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, command, monkeypatch):
+def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, succeed, monkeypatch):
     for name, text in {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "NPROC": "2"}.items():
         monkeypatch.setenv(name, text)
-    code, printed = command("launch-command", "--config", str(config))
-    assert code == 0, printed
+    printed = succeed("launch-command", "--config", str(config))
     assert "--nnodes 2 --node-rank 1" in printed
     assert "RANK and WORLD_SIZE in the environment count ranks, 4 in all and 2 on each node" in printed
 
@@ -131,7 +120,7 @@ LEFT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0
 def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(config, left, tmp_path):
     port = str(free_port())
     words = ["make", f"VENV={warm.environment_folder()}", "train", f"CONFIG={config}"]
-    words.append("SET=train.max_steps=1 output.dir=" + str(tmp_path))
+    words.append(f"SET=train.max_steps=1 output.dir={tmp_path}")
     environ = clean_environment(**left, MASTER_PORT=port)
     other = "rank 1" if left["RANK"] == "0" else "rank 0"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -146,30 +135,26 @@ def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(confi
     alone = line.partition("alone: ")[2].rstrip()
     assert alone.startswith("env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT make train CONFIG=")
     # the printed command, in the environment that has the variables
-    answer = subprocess.run(
-        ["sh", "-c", alone], cwd=ROOT, env={**environ, "VENV": str(warm.environment_folder())}, capture_output=True,
-        text=True, timeout=200,
-    )  # fmt: skip
+    environ |= {"VENV": str(warm.environment_folder())}
+    answer = subprocess.run(["sh", "-c", alone], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "plan.json").read_text())["ranks"] == 1
 
 
+ALONE, ELSEWHERE = {"RANK": "0", "WORLD_SIZE": "1"}, {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9994"}
+
+
 @pytest.mark.parametrize(
     "left",
-    [
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9994"},
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9994"},
-        {"LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9994"},
-    ],
+    [{**ALONE, "LOCAL_RANK": "0"}, {**ALONE, "LOCAL_RANK": "0", **ELSEWHERE}, {**ALONE, **ELSEWHERE},
+     {"LOCAL_RANK": "0", **ELSEWHERE}],
     ids=["no address", "of one rank", "of one node", "a local rank alone"],
-)
-def test_leftovers_of_one_process_wait_for_nobody(config, left, tmp_path, command, monkeypatch):
+)  # fmt: skip
+def test_leftovers_of_one_process_wait_for_nobody(config, left, tmp_path, succeed, monkeypatch):
     for name, text in left.items():
         monkeypatch.setenv(name, text)
-    code, printed = command("train", "--config", str(config), "train.max_steps=1", f"output.dir={tmp_path}")
-    assert code == 0, printed
+    succeed("train", "--config", str(config), "train.max_steps=1", f"output.dir={tmp_path}")
     assert not set(RENDEZVOUS_VARIABLES) & set(os.environ)
     assert not dist.is_initialized()
 
@@ -196,9 +181,8 @@ sys.stdin.read()
 def ranks_store(monkeypatch) -> None:
     """Two ranks, as threads, that meet in one store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(
-        distributed, "open_store", lambda name: dist.PrefixStore(name, dist.TCPStore("127.0.0.1", store.port))
-    )
+    joined = lambda name: dist.PrefixStore(name, dist.TCPStore("127.0.0.1", store.port))  # noqa: E731
+    monkeypatch.setattr(distributed, "open_store", joined)
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
@@ -243,9 +227,8 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
 
 def test_a_rank_0_that_is_gone_is_named(monkeypatch):
     """Without a launcher it serves the store."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as first:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVES], cwd=ROOT, **streams) as first:
         store = dist.TCPStore("127.0.0.1", int(first.stdout.readline()))
         monkeypatch.setattr(distributed, "open_store", lambda name: dist.PrefixStore(name, store))
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from sft_play.machine.network import NodeSetup, require_free_port
 from sft_play.process import failures
 from sft_play.process.failures import Failure
 from sft_play.training.heartbeat import Beat, laggards, stall_report
-from tests.conftest import ROOT, chat, clean_environment
+from tests.conftest import ROOT, chat, clean_environment, write_run
 from tests.processes import free_port, is_alive, wait_for
 
 pytestmark = pytest.mark.build
@@ -103,12 +104,11 @@ class Started:
 
     def require_nobody_left(self, within_s: float = 20) -> None:
         """Fails where a process of the ranks is alive."""
-        assert self.agent is not None
-        agent = self.agent
-        wait_for(
-            lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)),
-            within_s=within_s, said=lambda: self.printed,
-        )  # fmt: skip
+
+        def is_over() -> bool:
+            return not is_alive(self.agent) and not list(failures.find_agent_processes(self.agent))
+
+        wait_for(is_over, within_s=within_s, said=lambda: self.printed)
 
 
 @pytest.fixture
@@ -160,13 +160,8 @@ def until_step(started: Started, folder: Path) -> None:
 def long_run(tmp_path_factory, tiny_llama, sums) -> Path:
     """The folder of a run YAML with far more steps than a test waits for."""
     folder = tmp_path_factory.mktemp("breaking")
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
-        "tuning: {mode: lora}\n"
-        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 100000, report_to: [], learning_rate: 1e-4, "
-        f"logging_steps: 1}}\neval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
-    )
+    train = {"effective_batch_size": 4, "batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-4}
+    write_run(folder, tiny_llama, sums, train={**train, "logging_steps": 1}, eval={"steps": 0})
     return folder
 
 
@@ -227,8 +222,7 @@ def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_
     started.require_nobody_left()
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["status"] == "failed"
-    assert "was killed by SIGKILL" in manifest["error"]
-    assert "was killed by SIGKILL" in (run / "train.log").read_text()
+    assert all("was killed by SIGKILL" in text for text in (manifest["error"], (run / "train.log").read_text()))
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGTERM])
@@ -236,10 +230,9 @@ def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, n
     started, run = training(f"told-{number.name}")
     started.process.send_signal(number)
     assert started.end() == 130
-    assert started.printed.count("stopped at step ") == 1, started.printed
+    counts = [started.printed.count(text) for text in ("stopped at step ", "save at the end of this step", "error:")]
+    assert counts == [1, 1, 0], started.printed
     assert f"RUN={run.name}" in last_line(started, "[train-distributed] stopped at step ")
-    assert started.printed.count("save at the end of this step") == 1, started.printed
-    assert "error:" not in started.printed
     require_no_noise(started)
     assert list((run / "checkpoints").iterdir())
     assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"
@@ -255,15 +248,13 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
     assert "stopped at step " in started.printed
 
 
-def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(long_run, command, monkeypatch):
+def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(long_run, refuse, monkeypatch):
     """The first row can be read: the command looks no further before it counts the rows."""
     broken = '{"messages": [{"role": "user", "content": \n' * 8
     (long_run / "broken.jsonl").write_text(json.dumps(chat("hello", "hello")) + "\n" + broken)
     monkeypatch.setenv("NPROC", "2")
     words = [f"data.train_path={long_run}/broken.jsonl", "output.name=bad"]
-    code, printed = command("train-distributed", "--config", f"{long_run}/run.yaml", *words)
-    assert (code, printed.count("error:")) == (2, 1), printed
-    assert "broken.jsonl" in printed
+    assert "broken.jsonl" in refuse("train-distributed", "--config", f"{long_run}/run.yaml", *words)
     assert not (long_run / "outputs" / "bad").exists()
 
 
@@ -275,8 +266,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_timeout_and_is_named(probe, tm
     assert started.end() == 1
     line = last_line(started)
     assert "no progress for 6 s (distributed.timeout_s): rank 1 (host " in line
-    assert "its last sign of life" in line
-    assert "rank 0 waits for it at step " in line
+    assert re.search("its last sign of life .*rank 0 waits for it at step ", line)
     require_no_noise(started)
     started.require_nobody_left()
 
@@ -285,8 +275,8 @@ def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
     started = probe("fault")
     assert started.end(WAIT_S) == 1
     printed = started.printed
-    assert printed.count("Traceback (most recent call last)") == 1, printed
-    assert printed.count("ValueError: a row of seven tokens") == 1, printed
+    for once in ("Traceback (most recent call last)", "ValueError: a row of seven tokens"):
+        assert printed.count(once) == 1, printed
     assert printed.index("Traceback") < printed.index("error: rank 1 of 2 ")
     assert "ended with ValueError at step 5 (training): a row of seven tokens" in printed
     assert not [noise for noise in NOISE if noise in printed], printed
@@ -295,9 +285,7 @@ def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
 def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
     started = probe("loop", timeout_s=6)
     assert started.end(WAIT_S) == 1
-    line = last_line(started)
-    assert "no progress for 6 s" in line
-    assert "rank 1 in turn_for_ever (probe_ranks.py:" in line
+    assert re.search(r"no progress for 6 s.*rank 1 in turn_for_ever \(probe_ranks.py:", last_line(started))
     require_no_noise(started)
 
 
@@ -305,8 +293,7 @@ def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
     started = probe("abort")
     assert started.end(WAIT_S) == 1
     assert "was killed by SIGABRT" in last_line(started)
-    assert "Fatal Python error: Aborted" in started.printed
-    assert "in work" in started.printed
+    assert re.search("(?s)Fatal Python error: Aborted.*in work", started.printed)
 
 
 @pytest.mark.slow
@@ -326,9 +313,7 @@ def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
     rank.kill()
     assert [started.end() for started in nodes] == [1, 1]
     assert f"rank 1 of 2 (pid {rank.pid}) was killed by SIGKILL" in last_line(nodes[1])
-    line = last_line(nodes[0])
-    assert "rank 0 of 2 (pid " in line
-    assert "lost its connection to another rank at step " in line
+    assert re.search(r"rank 0 of 2 \(pid .* lost its connection to another rank at step ", last_line(nodes[0]))
     for started in nodes:
         require_no_noise(started)
         started.require_nobody_left()
@@ -424,20 +409,15 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
     assert "rank 2 has never given a sign of life" in text
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (ConfigError("x"), "user"),
-        (DoesNotFit("x"), "user"),
-        (Interrupted("x"), "stopped"),
-        (KeyboardInterrupt(), "stopped"),
-        (ValueError("Connection closed by peer"), "fault"),  # says so, and is none of torch's
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:14204"), "peer"),
-        (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"), "hung"),
-        (RuntimeError("NCCL error: remote process exited or there was a network error"), "peer"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "fault"),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind"), [
+    (ConfigError("x"), "user"), (DoesNotFit("x"), "user"), (Interrupted("x"), "stopped"),
+    (KeyboardInterrupt(), "stopped"),
+    (ValueError("Connection closed by peer"), "fault"),  # says so, and is none of torch's
+    (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:14204"), "peer"),
+    (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"), "hung"),
+    (RuntimeError("NCCL error: remote process exited or there was a network error"), "peer"),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "fault"),
+])  # fmt: skip
 def test_what_follows_from_another_rank_is_told_from_what_does_not(error, kind):
     assert failures.failure_kind(error) == kind
 

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -28,7 +29,7 @@ from sft_play.data.sources import files, raw, tables
 from sft_play.data.sources.examples import count_part_rows
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
-from tests.conftest import chat
+from tests.conftest import chat, write_rows
 
 ROW = chat("hello there", "how are you?")
 
@@ -46,9 +47,8 @@ def data_of(path, **options):
     return [row.data for row in rows(path, **options)]
 
 
-def lines(path: Path, *items: object) -> Path:
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    return path
+def lines(path: Path, *items: Any) -> Path:
+    return write_rows(path, items)
 
 
 def refusal(path, **options) -> str:
@@ -75,8 +75,7 @@ class TestKinds:
         assert data_of(path) == [ROW] * 3
         assert [row.where.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
         path.write_text(json.dumps(ROW, indent=2)[:-2])
-        with pytest.raises(DataError, match="not valid JSON"):
-            rows(path)
+        assert "not valid JSON" in refusal(path)
 
     @pytest.mark.parametrize("indent", [None, 2], ids=["a line", "lines"])
     @pytest.mark.parametrize("key", ["data", "my list"])
@@ -102,30 +101,22 @@ class TestKinds:
         lines(path, {"data": [ROW]}, {"data": [ROW]})
         assert data_of(path) == [{"data": [ROW]}] * 2
 
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            (b" \n\n", "has no rows: the file is blank"),
-            (b"[]", "the list is empty"),
-            (b'[{"a": 1}\n{"a": 2}]', "x.jsonl:2: expected `,` or `]` after a row, found `{`"),
-            (b'[{"a": 1}', "found the end of the file"),
-            (b'[{"a": 1}] x', "text after the end of the list"),
-            (b"question,answer\nwhat?,that\n", "or a table with a header line (.csv)"),
-            ("{}".encode("utf-32"), "is UTF-32"),
-            (b'[{"a": 1},\n {"a": tru}]', '2: not valid JSON: Expecting value at column 8. Line: {"a": tru}]'),
-            (b"<!DOCTYPE html><html>", "a web page saved in place of the file"),
-            (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
-            (b"PK\x03\x04rest", "a zip archive"),
-            (b"BZh9", "bunzip2"),
-            (b"\x80\x04\x95", "pickle"),
-            (b"('a', 1)", "json.dumps"),
-            (gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "gzipped twice"),
-            (gzip.compress(b"PAR1PAR1", mtime=0), "is gzipped Parquet"),
-            (b"PAR1garbagePAR1", "is Parquet that cannot be read"),
-            (b"ARROW1garbage", "is Arrow that cannot be read"),
-            (gzip.compress(json.dumps(ROW).encode() * 50, mtime=0)[:-20], "cannot be read"),
-        ],
-    )
+    @pytest.mark.parametrize(("content", "message"), [
+        (b" \n\n", "has no rows: the file is blank"), (b"[]", "the list is empty"),
+        (b'[{"a": 1}\n{"a": 2}]', "x.jsonl:2: expected `,` or `]` after a row, found `{`"),
+        (b'[{"a": 1}', "found the end of the file"),
+        (b'[{"a": 1}] x', "text after the end of the list"),
+        (b"question,answer\nwhat?,that\n", "or a table with a header line (.csv)"),
+        ("{}".encode("utf-32"), "is UTF-32"),
+        (b'[{"a": 1},\n {"a": tru}]', '2: not valid JSON: Expecting value at column 8. Line: {"a": tru}]'),
+        (b"<!DOCTYPE html><html>", "a web page saved in place of the file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+        (b"PK\x03\x04rest", "a zip archive"), (b"BZh9", "bunzip2"), (b"\x80\x04\x95", "pickle"),
+        (b"('a', 1)", "json.dumps"), (gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "gzipped twice"),
+        (gzip.compress(b"PAR1PAR1", mtime=0), "is gzipped Parquet"),
+        (b"PAR1garbagePAR1", "is Parquet that cannot be read"), (b"ARROW1garbage", "is Arrow that cannot be read"),
+        (gzip.compress(json.dumps(ROW).encode() * 50, mtime=0)[:-20], "cannot be read"),
+    ])  # fmt: skip
     def test_what_is_no_data_file_says_what_it_is(self, tmp_path, content, message):
         (tmp_path / "x.jsonl").write_bytes(content)
         assert message in refusal(tmp_path / "x.jsonl")
@@ -142,8 +133,7 @@ class TestJson:
         text = path.read_text().split("\n")
         assert all(text[int(row.where.rpartition(":")[2]) - 1].strip() == "{" for row in found)
         path.write_text("[1, 12345, 1.5e+3, true, null]")
-        found = [row.detail for row in rows(path)]
-        assert found == ["1", "12345", "1500.0", "true", "null"]
+        assert [row.detail for row in rows(path)] == ["1", "12345", "1500.0", "true", "null"]
 
     def test_a_row_of_a_list_that_would_lose_something_is_a_bad_row_and_the_rest_is_read(self, tmp_path):
         (tmp_path / "a.json").write_text('[{"a": 1, "a": 2},\n{"a": NaN},\n{"a": "\\ud83d"},\n{"a": 1e999},\n{"b": 3}]')
@@ -156,24 +146,19 @@ class TestJson:
         ]
         assert found[4].data == {"b": 3}
 
-    @pytest.mark.parametrize(
-        ("line", "message"),
-        [
-            ('{"a": 1},', "remove the comma at the end (column 9)"),
-            ('{"a": 1}{"a": 2}', "a second object on the same line at column 9"),
-            ("{'a': 1}", "keys and strings need double quotes"),
-            ('{"a": "b\tc"}', "a raw control character inside a string at column 9"),
-            ('{"a": ' + "[" * 5_000, "nested too deeply"),
-            ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
-            ('{"a": "\\udc00"}', "half of a surrogate pair"),
-            ('{"\\udc00": "a"}', "half of a surrogate pair"),
-            ('{"a": {"\\ud83d": 1}}', "half of a surrogate pair"),
-            ('{"a": 1e400}', "a number is too large"),
-            ('"text"', "a row is not an object"),
-            ('{"messages": [', "the object goes on in the next line"),
-            ('{"a": ' + "1" * 5000 + "}", "too many digits"),
-        ],
-    )
+    @pytest.mark.parametrize(("line", "message"), [
+        ('{"a": 1},', "remove the comma at the end (column 9)"),
+        ('{"a": 1}{"a": 2}', "a second object on the same line at column 9"),
+        ("{'a': 1}", "keys and strings need double quotes"),
+        ('{"a": "b\tc"}', "a raw control character inside a string at column 9"),
+        ('{"a": ' + "[" * 5_000, "nested too deeply"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
+        ('{"\\udc00": "a"}', "half of a surrogate pair"), ('{"a": 1e400}', "a number is too large"),
+        ('{"a": {"\\ud83d": 1}}', "half of a surrogate pair"),
+        ('"text"', "a row is not an object"),
+        ('{"messages": [', "the object goes on in the next line"),
+        ('{"a": ' + "1" * 5000 + "}", "too many digits"),
+    ])  # fmt: skip
     def test_a_bad_line_says_what_to_do(self, tmp_path, line, message):
         (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")
         first, bad, last = rows(tmp_path / "a.jsonl")
@@ -228,10 +213,8 @@ class TestTables:
     def test_csv_takes_quotes_line_breaks_marks_and_other_delimiters(self, tmp_path):
         (tmp_path / "a.csv").write_text('\ufeffquestion,answer\r\n"a ""b""\nc",d\r\n\r\ne,f\r\n')
         found = rows(tmp_path / "a.csv")
-        assert data_of(tmp_path / "a.csv") == [
-            {"question": 'a "b"\nc', "answer": "d"},
-            {"question": "e", "answer": "f"},
-        ]
+        first, second = {"question": 'a "b"\nc', "answer": "d"}, {"question": "e", "answer": "f"}
+        assert [row.data for row in found] == [first, second]
         assert [row.where.rpartition(":")[2] for row in found] == ["2", "5"]
         for name, mark in (("b.csv", ";"), ("c.tsv", "\t"), ("d.csv", "|")):
             (tmp_path / name).write_text(f"question{mark}answer\n1,5{mark}b\n")
@@ -290,8 +273,7 @@ class TestTables:
             with make(path, table.schema) as writer:
                 writer.write_table(table, max_chunksize=900)
         found = rows(path)
-        assert len(found) == 2_500
-        assert found[2_000].where == f"{path}:row 2001"
+        assert (len(found), found[2_000].where) == (2_500, f"{path}:row 2001")
         assert found[2_000].data == {"messages": table["messages"][2_000].as_py(), "n": 2_000}  # the null is left out
         assert found[2_001].data["note"] == "x"
 
@@ -311,19 +293,17 @@ class TestTables:
         assert "is Arrow that cannot be read" in refusal(tmp_path / "a.arrow")
 
     def test_values_that_json_has_not_become_values_that_it_has(self, tmp_path):
-        table = pa.table(
-            {
-                "text": pa.array([b"caf\xc3\xa9", b"\xff"], pa.binary()),
-                "day": [datetime.date(2026, 1, 2), None],
-                "cost": [decimal.Decimal("1.50"), None],
-                "score": [float("nan"), 0.5],
-                "deep": [[{"x": float("inf")}], None],
-            }
-        )
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        columns = {
+            "text": pa.array([b"caf\xc3\xa9", b"\xff"], pa.binary()), "deep": [[{"x": float("inf")}], None],
+            "day": [datetime.date(2026, 1, 2), None], "cost": [decimal.Decimal("1.50"), None], "score": [math.nan, 0.5],
+        }  # fmt: skip
+        pyarrow.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
         good, bad = rows(tmp_path / "a.parquet")
         assert good.data == {"text": "café", "day": "2026-01-02", "cost": "1.50", "deep": [{"x": None}]}
         assert "bytes that are not UTF-8" in str(bad)
+
+
+LINES, ENDS = ("", "  ", '{"a": 1}', '{"a": "é"}', "{bad", '{"text": "' + "x" * 90 + '"}'), ("\n", "\r\n")
 
 
 class TestParts:
@@ -335,14 +315,7 @@ class TestParts:
         assert pieces == whole
         return parts
 
-    @given(
-        st.lists(
-            st.sampled_from(["", "  ", '{"a": 1}', '{"a": "é"}', "{bad", '{"text": "' + "x" * 90 + '"}']), min_size=1
-        ),
-        st.integers(1, 200),
-        st.sampled_from(["\n", "\r\n"]),
-        st.booleans(),
-    )
+    @given(st.lists(st.sampled_from(LINES), min_size=1), st.integers(1, 200), st.sampled_from(ENDS), st.booleans())
     @example(['{"a": 1}'] * 9, 8, "\n", True)
     @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_parts_of_lines_are_the_whole_with_its_line_numbers(self, tmp_path, found, size, end, is_marked):
@@ -419,23 +392,14 @@ class TestSources:
             with pytest.raises(DataError, match=said):
                 found(path)
 
-    @pytest.mark.parametrize(
-        ("names", "split", "found"),
-        [
-            (["train", "validation"], "val", "validation"),
+    def test_a_split_is_found_by_its_usual_names_and_told_from_words_that_begin_like_them(self):
+        for names, split, found in (
+            (["train", "validation"], "val", "validation"), (["odd"], "odd", "odd"),
             (["train_sft", "test_sft", "train_gen"], "test", "test_sft"),
-            (["odd"], "odd", "odd"),
-            (["train_sft", "train_gen"], "train", "several could be train: train_sft, train_gen"),
-        ],
-    )
-    def test_a_split_is_found_by_its_usual_names(self, names, split, found):
-        if found in names:
+        ):  # fmt: skip
             assert tables.choose_split(names, split, "x") == found
-        else:
-            with pytest.raises(DataError, match=found):
-                tables.choose_split(names, split, "x")
-
-    def test_names_of_splits_are_told_from_words_that_begin_like_them(self):
+        with pytest.raises(DataError, match="several could be train: train_sft, train_gen"):
+            tables.choose_split(["train_sft", "train_gen"], "train", "x")
         splits = {"train": "train", "validation-00000-of-00002": "val", "gsm8k_test": "test", "dev": "val"}
         for name in (*splits, "Val.1", "testimonials", "training_data_notes", "latest"):
             assert tables.split_from_name(name) == {**splits, "Val.1": "val"}.get(name), name
@@ -477,22 +441,18 @@ class TestHub:
 
     def test_rows_are_streamed_and_named(self, hub):
         hub({"train": iter([{"text": "a"}, {"text": "b", "none": None}]), "test": iter([])})
-        found = rows("hub:owner/name:part")
-        assert [(row.where, row.data) for row in found] == [
-            ("hub:owner/name:part:train:row 1", {"text": "a"}),
-            ("hub:owner/name:part:train:row 2", {"text": "b"}),
-        ]
+        found = {row.where: row.data for row in rows("hub:owner/name:part")}
+        assert found == {f"hub:owner/name:part:train:row {n}": {"text": text} for n, text in ((1, "a"), (2, "b"))}
         assert self.asked == ("owner/name", "part", {"streaming": True})
 
-    def test_errors_say_what_to_do(self, hub):
+    def test_errors_and_a_connection_that_breaks_off_say_what_to_do(self, hub):
         for error in (ConnectionError("no route"), ValueError("Config name is missing.\nPick one")):
             hub(error)
             said = refusal("hub:owner/name")
             assert "check the spelling" in said
             assert "hf download owner/name --repo-type dataset" in said
 
-    def test_a_connection_that_breaks_off_is_an_error_of_the_data(self, hub):
-        def broken():
+        def broken():  # in the midst of the rows
             yield {"text": "a"}
             raise ConnectionError("reset")
 
@@ -500,11 +460,10 @@ class TestHub:
         assert "hub:owner/name cannot be read: reset; " in refusal("hub:owner/name")
 
 
-@given(
-    st.binary(max_size=300),
-    st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.gz", "x"]),
-    st.booleans(),
-)
+NAMES = ("x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.gz", "x")
+
+
+@given(st.binary(max_size=300), st.sampled_from(NAMES), st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content, name, wants_text):
     for found in (content, gzip.compress(content), b"PAR1" + content, b"ARROW1" + content, b'[{"a": 1},' + content):
@@ -552,7 +511,7 @@ def test_nul_bytes_at_the_end_are_named_and_no_encoding(tmp_path, size):
     path = lines(tmp_path / "a.jsonl", ROW, ROW)
     path.write_bytes(path.read_bytes() + b"\0" * size)
     good, other, bad = rows(path)
-    assert (good.data, other.data) == (ROW, ROW)
+    assert good.data == other.data == ROW
     assert "NUL bytes in place of a row" in bad.reason + bad.detail
 
 
@@ -597,10 +556,11 @@ def test_rows_are_the_same_in_every_encoding(tmp_path, monkeypatch):
     monkeypatch.setattr(raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61})
     for number in range(120):
         encoding = chance.choice(list(LETTERS))
-        texts = [
-            tuple("".join(chance.choices(LETTERS[encoding] + "ab ;,", k=chance.randint(1, 40))) + "x" for _ in range(2))
-            for _ in range(chance.randint(1, 12))
-        ]
+
+        def text(letters: str = LETTERS[encoding] + "ab ;,") -> str:
+            return "".join(chance.choices(letters, k=chance.randint(1, 40))) + "x"
+
+        texts = [(text(), text()) for _ in range(chance.randint(1, 12))]
         kind, packed = chance.choice(["csv", "json", "jsonl"]), chance.random() < 0.3
         stored = written(chance, texts, kind).encode(encoding)
         path = tmp_path / f"{number}.{kind}"
@@ -620,16 +580,13 @@ def test_all_files_of_a_run_are_meant(tmp_path):
     for name in ("raw/a", "raw/b", "c", "val"):
         (tmp_path / f"{name}.csv").write_bytes(f"prompt;completion\n{name};Änne\n".encode("cp1252"))
     for path in ("raw", "raw/*.csv", "c.csv"):
-        paths = files.find_data_paths(
-            DataConfig(train_path=str(tmp_path / path), val_path=str(tmp_path / "val.csv"), encoding="cp1252")
-        )
+        config = DataConfig(train_path=f"{tmp_path}/{path}", val_path=f"{tmp_path}/val.csv", encoding="cp1252")
+        paths = files.find_data_paths(config)
         assert completions(paths) == ["Änne"] * (2 if path == "c.csv" else 3)
         assert count_part_rows(files.list_parts(paths.train)) is None  # a table's lines are no rows
     sources = ({"path": str(tmp_path / "c.csv"), "val_path": str(tmp_path / "val.csv")},)
     assert len(completions(files.find_data_paths(DataConfig(sources=sources, encoding="cp1252")))) == 2
-
-
-def test_a_byte_that_the_encoding_lacks_is_named_with_its_place(tmp_path):
+    # a byte that the encoding lacks is named with its place
     path = tmp_path / "a.csv"
     path.write_bytes(b"prompt;completion\na;\x81\n")
     with pytest.raises(DataError, match=r"a\.csv, byte 20: neither UTF-8 nor cp1252"):

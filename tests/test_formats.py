@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import formats
 from sft_play.data.sources.files import read_rows
-from sft_play.data.sources.formats import (
-    FORMATS,
-    Chat,
-    Text,
-    detect_format,
-    recognise_format,
-    rename_columns,
-    to_example,
-)
+from sft_play.data.sources.formats import FORMATS, Chat, Text, detect_format, recognise_format, to_example
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, ROLES, merge_turns
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
@@ -51,36 +43,28 @@ QA = [("user", "q"), ("assistant", "a")]
 SQA = [("system", "s"), *QA]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"messages": [{"role": "Human ", "content": "q"}, {"role": "AI", "content": "a"}]}, QA),
-        ({"messages": json.dumps(chat("q", "a")["messages"])}, QA),
-        ({"messages": [json.dumps(message) for message in chat("q", "a")["messages"]]}, QA),
-        ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
-        ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, SQA),
-        ({"dialogue": [["q", "a"]]}, QA),
-        ({"turns": [{"speaker": "user", "text": "q"}, {"speaker": "bot", "text": "a"}]}, QA),
-        ({"systemInstruction": {"parts": [{"text": "s"}]}, "contents": OF_GEMINI}, SQA),
-        ({"system": "s", "messages": chat("q", "a")["messages"]}, SQA),
-        ({"system_prompt": "s", "question": "q", "response": "a"}, SQA),
-        ({"instruction": "q", "response": "a"}, QA),
-        ({"instruction": "q", "context": "c", "response": "a"}, [("user", "q\nc"), ("assistant", "a")]),
-        ({"instruction": "q", "input": "c", "response": "a"}, [("user", "q\nc"), ("assistant", "a")]),
-        ({"query": "q", "response": "a"}, QA),
-        ({"input": "q", "output": "a"}, QA),
-        ({"input": [{"role": "user", "content": "q"}], "output": "a"}, QA),
-        ({"problem": "q", "solution": "a", "answer": "4"}, QA),
-        ({"user": "q", "assistant": "a"}, QA),
-        ({"inputs": "q", "targets": "a"}, QA),
-        ({"prompt": "q", "chosen": "a"}, QA),
-        ({"prompt": "q", "chosen": chat("q", "a")["messages"], "rejected": []}, QA),
-        ({"chosen": chat("q", "a")["messages"], "rejected": []}, QA),
-        ({"prompt": [{"role": "user", "content": "q"}], "completion": "a"}, QA),
-        ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}], "label": True}, QA),
-        ({"instruction": "q", "output": "a", "history": '[["x", "y"]]'}, [("user", "x"), ("assistant", "y"), *QA]),
-    ],
-)
+@pytest.mark.parametrize(("row", "expected"), [
+    *((row, QA) for row in (
+        {"messages": [{"role": "Human ", "content": "q"}, {"role": "AI", "content": "a"}]},
+        {"messages": json.dumps(chat("q", "a")["messages"])},
+        {"messages": [json.dumps(message) for message in chat("q", "a")["messages"]]},
+        {"conversation": [{"human": "q", "assistant": "a"}]}, {"dialogue": [["q", "a"]]},
+        {"turns": [{"speaker": "user", "text": "q"}, {"speaker": "bot", "text": "a"}]},
+        {"instruction": "q", "response": "a"}, {"query": "q", "response": "a"}, {"input": "q", "output": "a"},
+        {"input": [{"role": "user", "content": "q"}], "output": "a"}, {"user": "q", "assistant": "a"},
+        {"problem": "q", "solution": "a", "answer": "4"}, {"inputs": "q", "targets": "a"},
+        {"prompt": "q", "chosen": "a"}, {"prompt": "q", "chosen": chat("q", "a")["messages"], "rejected": []},
+        {"chosen": chat("q", "a")["messages"], "rejected": []},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": "a"},
+        {"prompt": "q", "completion": [{"role": "assistant", "content": "a"}], "label": True},
+    )),
+    ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, SQA),
+    ({"systemInstruction": {"parts": [{"text": "s"}]}, "contents": OF_GEMINI}, SQA),
+    ({"system": "s", "messages": chat("q", "a")["messages"]}, SQA),
+    ({"system_prompt": "s", "question": "q", "response": "a"}, SQA),
+    *(({"instruction": "q", key: "c", "response": "a"}, [("user", "q\nc"), QA[1]]) for key in ("context", "input")),
+    ({"instruction": "q", "output": "a", "history": '[["x", "y"]]'}, [("user", "x"), ("assistant", "y"), *QA]),
+])  # fmt: skip
 def test_chats_are_read_from_the_columns_that_data_sets_use(row, expected):
     assert turns(row) == expected
 
@@ -89,7 +73,7 @@ def test_text_is_read_from_its_usual_columns_and_what_process_wrote_needs_no_map
     for key in ("text", "content", "document"):
         assert example({key: "words"}) == Text("f:1", "words")
     row, data = {"messages": [], "source": "raw:1", "id": "0"}, DataConfig(columns={"messages": "chat"})
-    assert rename_columns(RawRow("f:1", row), data.columns).data == row
+    assert formats.rename_columns(RawRow("f:1", row), data.columns).data == row
     detect_format(iter([RawRow("f:1", row)]), data)
     with pytest.raises(DataError, match=r"data\.columns names chat"):
         detect_format(iter([RawRow("f:1", {"messages": []})]), data)
@@ -99,7 +83,9 @@ def test_the_first_format_that_fits_is_taken_and_a_mapping_goes_before_it():
     keys = {"messages", "question", "answer", "text"}
     assert recognise_format(keys).name == "messages"
     assert recognise_format(keys, {"question": "frage", "answer": "antwort"}).name == "question/answer"
-    row = rename_columns(RawRow("f:1", {"q": "a", "r": "b", "messages": []}), {"prompt": "q", "completion": "r"})
+    row = formats.rename_columns(
+        RawRow("f:1", {"q": "a", "r": "b", "messages": []}), {"prompt": "q", "completion": "r"}
+    )
     assert recognise_format(row.data, {"prompt": "q", "completion": "r"}).name == "prompt/completion"
 
 
@@ -111,24 +97,19 @@ class TestMessages:
     def test_think_text_is_kept_beside_the_answer(self, key):
         assert self.last(content="a", **{key: "hm"})["reasoning_content"] == "hm"
 
-    @pytest.mark.parametrize(
-        "message",
-        [
-            {"content": None, "tool_calls": [CALL]},
-            {"content": "", "tool_calls": json.dumps([CALL])},
-            {"tool_calls": [{"function": json.dumps(CALL["function"])}]},
-            {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
-            {"content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
-            {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
-            {"content": [CALL_PART]},
-        ],
-    )
+    @pytest.mark.parametrize("message", [
+        {"content": None, "tool_calls": [CALL]},
+        {"content": "", "tool_calls": json.dumps([CALL])},
+        {"tool_calls": [{"function": json.dumps(CALL["function"])}]},
+        {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
+        {"content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
+        {"content": [CALL_PART]},
+    ])  # fmt: skip
     def test_tool_calls_are_found_wherever_they_stand(self, message):
         found = self.last(**message)
-        assert found["role"] == "assistant"
-        assert not found["content"]
         (call,) = found["tool_calls"]
-        assert call["function"]["name"] == "f"
+        assert (found["role"], found["content"] or None, call["function"]["name"]) == ("assistant", None, "f")
         assert call["function"]["arguments"] in ({"x": 1}, '{"x": 1}')  # as it is written
 
     def test_results_of_functions_are_tool_turns(self):
@@ -142,55 +123,46 @@ class TestMessages:
         row["messages"][1]["role"] = "function"
         assert 'unknown role "function"' in str(example(row))
 
-    @pytest.mark.parametrize(
-        ("message", "reason"),
-        [
-            ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
-            ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
-            ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
-            ({"tool_calls": [{"name": "f", "arguments": "{x}"}]}, "arguments are a string that is not JSON"),
-            ({"tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, 'the key "a" occurs twice'),
-            ({"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]}, "half of a surrogate pair"),
-            ({"tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]}, "NaN is not JSON"),
-            ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "tool call arguments are not an object"),
-            ({"content": [{"type": ["text"], "text": "x"}]}, "a content part is not text"),
-            ({"content": "a", "train": False}, "every assistant turn has train: false"),
-            ({"content": "a", "weight": 0.5}, "than 0 and 1 (messages[1].weight is 0.5; it is not rounded)"),
-            ({"content": "a", "masked": "yes"}, "a loss weight other than 0 and 1"),
-            ({"content": "a", "weight": 0, "train": True}, "both trained and not"),
-            ({"content": "a", "ignore": True, "train": True}, "both trained and not"),
-            ({"content": "a", "mask": True}, "may mean that it is trained or that it is not"),
-            ({"content": "a", "train_detail": [{"train": True}]}, "a part of a message is to be trained"),
-        ],
-    )
+    @pytest.mark.parametrize(("message", "reason"), [
+        ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
+        ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
+        ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
+        ({"tool_calls": [{"name": "f", "arguments": "{x}"}]}, "arguments are a string that is not JSON"),
+        ({"tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, 'the key "a" occurs twice'),
+        ({"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]}, "half of a surrogate pair"),
+        ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "tool call arguments are not an object"),
+        ({"content": [{"type": ["text"], "text": "x"}]}, "a content part is not text"),
+        ({"content": "a", "train": False}, "every assistant turn has train: false"),
+        ({"content": "a", "weight": 0.5}, "than 0 and 1 (messages[1].weight is 0.5; it is not rounded)"),
+        ({"content": "a", "masked": "yes"}, "a loss weight other than 0 and 1"),
+        ({"content": "a", "ignore": True, "train": True}, "both trained and not"),
+        ({"content": "a", "mask": True}, "may mean that it is trained or that it is not"),
+        ({"content": "a", "train_detail": [{"train": True}]}, "a part of a message is to be trained"),
+    ])  # fmt: skip
     def test_a_message_that_cannot_be_used_says_where_and_why(self, message, reason):
         assert reason in str(example(answer(**message)))
 
 
 class TestRows:
-    @pytest.mark.parametrize(
-        ("row", "reason"),
-        [
-            ({"messages": [{"role": "system", "content": "s"}]}, "no assistant turn, so nothing to learn"),
-            ({"messages": [{"content": "a"}]}, "a message has no role"),
-            ({"messages": [1]}, "a message is not an object"),
-            ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list"),
-            ({**chat("q", "a"), "tools": "[" * 9000}, "tools is a string that is not"),
-            ({**chat("q", "a"), "images": ["x.png"]}, "the row has images, and only text is trained"),
-            ({"prompt": "q", "completion": "a", "label": False}, "label is false"),
-            ({"role": "user", "content": "q"}, "a row is one message, not a conversation"),
-            ({"messages": "[{'role': 'user'}]"}, "messages is text that is not a JSON list"),
-            ({**chat("q", "a"), "tools": "{"}, "tools is a string that is not JSON"),
-            ({**chat("q", "a"), "tools": [1]}, "tools is not a list of objects"),
-            ({**chat("q", "a"), "system": 3}, "content is not text (system is a number"),
-            ({"chosen": "\n\nHuman: q"}, "chosen is not a list of turns"),
-            ({"prompt": None, "completion": [{"role": "assistant", "content": "a"}]}, "prompt is not text"),
-            ({"messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}]}, "tool calls in a user turn"),
-            ({**chat("q", "a"), "chat_template_kwargs": "no_think"}, "chat_template_kwargs is not an object"),
-            ({"messages": [{"role": "narrator", "content": "q"}]}, f"(messages[0]; known: {', '.join(ROLES)})"),
-            ({"messages": [{"role": "Thinking", "content": "hm"}]}, "put think text into reasoning_content of the"),
-        ],
-    )
+    @pytest.mark.parametrize(("row", "reason"), [
+        ({"messages": [{"role": "system", "content": "s"}]}, "no assistant turn, so nothing to learn"),
+        ({"messages": [{"content": "a"}]}, "a message has no role"),
+        ({"messages": [1]}, "a message is not an object"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list"),
+        ({**chat("q", "a"), "images": ["x.png"]}, "the row has images, and only text is trained"),
+        ({"prompt": "q", "completion": "a", "label": False}, "label is false"),
+        ({"role": "user", "content": "q"}, "a row is one message, not a conversation"),
+        ({"messages": "[{'role': 'user'}]"}, "messages is text that is not a JSON list"),
+        ({**chat("q", "a"), "tools": "{"}, "tools is a string that is not JSON"),
+        ({**chat("q", "a"), "tools": [1]}, "tools is not a list of objects"),
+        ({**chat("q", "a"), "system": 3}, "content is not text (system is a number"),
+        ({"chosen": "\n\nHuman: q"}, "chosen is not a list of turns"),
+        ({"prompt": None, "completion": [{"role": "assistant", "content": "a"}]}, "prompt is not text"),
+        ({"messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}]}, "tool calls in a user turn"),
+        ({**chat("q", "a"), "chat_template_kwargs": "no_think"}, "chat_template_kwargs is not an object"),
+        ({"messages": [{"role": "narrator", "content": "q"}]}, f"(messages[0]; known: {', '.join(ROLES)})"),
+        ({"messages": [{"role": "Thinking", "content": "hm"}]}, "put think text into reasoning_content of the"),
+    ])  # fmt: skip
     def test_a_row_that_cannot_be_used_says_why(self, row, reason):
         assert reason in str(example(row))
 
@@ -200,15 +172,9 @@ class TestRows:
         assert "two system prompts" in str(example({**row, "system": "t"}))
 
     def test_tools_that_stand_in_the_system_prompt_too_are_given_once(self):
-        tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": "look", "description": 'Look at "it".\nTwice, at Ann\'s.',
-                    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-                },
-            }
-        ]  # fmt: skip
+        parameters = {"type": "object", "properties": {"place": {"type": "string"}}}
+        look = {"name": "look", "description": 'Look at "it".\nTwice, at Ann\'s.', "parameters": parameters}
+        tools = [{"type": "function", "function": look}]
         for text in (json.dumps(tools), json.dumps(tools, ensure_ascii=False, indent=2), str(tools)):
             prompt = f"You are a function calling AI model. <tools> {text} </tools> Use them."
             said = (("system", prompt), ("human", "q"), ("gpt", "a"))
@@ -241,7 +207,7 @@ class TestRows:
         assert read(row, ("input",), keep_default_na=False).messages[0]["content"] == f"q\n{word}"
         assert read({"text": word}, ("text",)).reason == "text is missing"
         renamed = RawRow("f:2", {"frage": "q", "antwort": word}, missing=("antwort",))
-        assert rename_columns(renamed, {"answer": "antwort"}).missing == ("answer",)
+        assert formats.rename_columns(renamed, {"answer": "antwort"}).missing == ("answer",)
 
     def test_tools_may_be_text_one_object_or_a_list_of_texts(self):
         for tools in ('[{"name": "f"}]', {"name": "f"}, ['{"name": "f"}'], [{"name": "f"}]):
@@ -259,28 +225,22 @@ class TestRows:
         assert example(answer(content=empty, tool_calls=[CALL])).notes == ()
         assert [example({"text": empty}, drop_empty=drops).is_asked for drops in (False, True)] == [False, True]
 
-    def test_turns_of_the_same_role_are_noted_or_joined_where_asked(self):
+    def test_turns_of_the_same_role_are_noted_or_joined_where_asked_but_for_what_differs(self):
         row = {"messages": [{"role": "user", "content": "a"}, *chat("b", "c")["messages"]]}
         assert example(row).notes == (formats.NOTE_TWO_IN_A_ROW,)
         assert turns(row, merge_consecutive=True) == [("user", "a\n\nb"), ("assistant", "c")]
         assert example(row, merge_consecutive=True).notes == ()
 
-    def test_merging_keeps_calls_and_think_text_and_leaves_apart_what_differs(self):
         def assistant(**keys):
             return {"role": "assistant", "content": "", **keys}
 
-        merged = merge_turns(
-            [
-                assistant(content="a", reasoning_content="x"),
-                assistant(tool_calls=[CALL]),
-                {"role": "tool", "content": "1"},
-                {"role": "tool", "content": "2"},
-                assistant(content="b", train=False),
-                assistant(content="c"),
-                {"role": "user", "content": "d", "name": "Ann"},
-                {"role": "user", "content": "e", "name": "Bob"},
-            ]
-        )
+        # calls and think text are kept
+        merged = merge_turns([
+            assistant(content="a", reasoning_content="x"), assistant(tool_calls=[CALL]),
+            *({"role": "tool", "content": text} for text in ("1", "2")),
+            assistant(content="b", train=False), assistant(content="c"),
+            *({"role": "user", "content": text, "name": name} for text, name in (("d", "Ann"), ("e", "Bob"))),
+        ])  # fmt: skip
         assert merged[0] == {"role": "assistant", "content": "a", "reasoning_content": "x", "tool_calls": [CALL]}
         assert [message["content"] for message in merged] == ["a", "1", "2", "b", "c", "d", "e"]
 
@@ -308,8 +268,7 @@ class TestFirstRows:
 
     def test_the_first_row_that_has_one_decides(self):
         read, shape = detect_format(self.rows(BadRow("f:0", "x"), {"odd": 1}, chat("q", "a")), DataConfig())
-        assert shape.name == "messages"
-        assert len(read) == 3
+        assert (shape.name, len(read)) == ("messages", 3)
         assert "messages is missing" in str(to_example(read[1], shape))
 
     def test_rows_of_no_format_are_an_error_and_bad_rows_alone_are_none(self):
@@ -399,9 +358,8 @@ def test_xlam_s_queries_are_chats_that_end_in_calls():
     }  # fmt: skip
     found = example(row)
     assert [message["role"] for message in found.messages] == ["user", "assistant"]
-    calls = [call["function"] for call in found.messages[1]["tool_calls"]]
-    assert [call["name"] for call in calls] == ["live", "live"]
-    assert calls[0]["arguments"] == {"type": "beta"}
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.messages[1]["tool_calls"]]
+    assert calls == [("live", {"type": "beta"}), ("live", {})]
     assert found.tools[0]["parameters"] == {"type": "object", "properties": tool["parameters"]}
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     assert example({**row, "tools": [{"name": "live", "parameters": schema}]}).tools[0]["parameters"] == schema

@@ -1,11 +1,18 @@
-"""A disk that is full, or a place that cannot be written: one message, exit code 2, and what was there stays whole."""
+"""A disk that is full, or a place that cannot be written: one message, exit code 2, and what was there stays whole; a
+clock that is set during a run."""
 
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import staged_folder, translate_write_errors
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import LOCK_FILE, lock_run
+from tests.conftest import clean_environment, write_run
 from tests.finished_runs import finished_run
 
 pytestmark = pytest.mark.build
@@ -172,11 +180,8 @@ def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
 
 def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path):
     path = tmp_path / "eval.json"
-    for error in (
-        FileNotFoundError(errno.ENOENT, "no", "rows.jsonl"),
-        SafetensorError("Error while deserializing header"),
-        RunFolderError(errno.ENOSPC, FULL),
-    ):
+    unread = (FileNotFoundError(errno.ENOENT, "no", "x"), SafetensorError("Error while deserializing header"))
+    for error in (*unread, RunFolderError(errno.ENOSPC, FULL)):
         with pytest.raises(type(error)), translate_write_errors(path):
             raise error
     path.mkdir()
@@ -190,10 +195,9 @@ def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path
 
 
 def test_a_folder_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, monkeypatch):
-    target = tmp_path / "merged"
+    target, rename = tmp_path / "merged", Path.rename
     target.mkdir()
     (target / "config.json").write_text("old")
-    rename = Path.rename
 
     def refused(path: Path, to: Path) -> Path:
         if to == target and (path / "new").exists():
@@ -209,3 +213,71 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path
     with staged_folder(target) as folder:
         (folder / "new").write_text("")
     assert state(tmp_path) == {"merged/new": b""}
+
+
+# --- real disks, end to end -------------------------------------------------------------------------------------------
+def saving_run(folder: Path, model: Path, rows: Path, *, outputs: Path) -> Path:
+    """Four steps, with a checkpoint at each."""
+    train = {"effective_batch_size": 2, "max_steps": 4, "save_steps": 1, "bf16": False}
+    return write_run(folder, model, rows, train=train, output={"dir": f"{outputs}/outputs", "name": "one"})
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """A file system of this size, or a skip where none may be mounted."""
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+DISKS = [
+    pytest.param("outputs", "64k", "are needed, and", marks=pytest.mark.slow),
+    ("outputs", "700k", "there is no room for what the run writes"),  # one checkpoint has room, and three exist at once
+    ("outputs", "1300k", "the last checkpoint"),  # the files beside weights and states are more than the rest
+    pytest.param("cache", "4k", "SFT_PLAY_CACHE", marks=pytest.mark.slow),
+    ("tmp", "4k", None),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+@pytest.mark.parametrize(("what", "size", "said"), DISKS)
+def test_a_run_on_a_disk_that_is_too_small_is_one_message_or_goes_on(tmp_path, tiny_llama, sums, what, size, said):
+    """A real file system: outputs that take nothing, one checkpoint or two, a cache that takes no rows, a full /tmp."""
+    with small_disk(tmp_path / "small", size) as disk:
+        config = saving_run(tmp_path, tiny_llama, sums, outputs=disk if what == "outputs" else tmp_path)
+        variables = {"cache": {"SFT_PLAY_CACHE": str(disk)}, "tmp": {"TMPDIR": str(disk)}}.get(what, {})
+        if what != "outputs":
+            (disk / "filled").write_bytes(b"x" * 4096)
+        words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+        environ = clean_environment(**variables)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ)
+        assert "Traceback" not in done.stderr
+        if said is None:
+            assert done.returncode == 0, done.stderr
+            return
+        assert (done.returncode, done.stderr.count("] error: ")) == (2, 1), done.stdout
+        assert said in done.stderr
+        left = list(disk.glob("outputs/one/checkpoints/*"))
+        assert all((path / "complete.json").is_file() for path in left)
+        assert bool(left) is ("Run folder:" in done.stdout) is (size == "1300k")
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("jump_s", [-86_400.0, 40 * 86_400.0])
+def test_a_clock_set_during_a_run_changes_nothing_but_its_times(
+    tmp_path, tiny_llama, sums, succeed, monkeypatch, jump_s
+):
+    config = saving_run(tmp_path, tiny_llama, sums, outputs=tmp_path)
+    real, asked = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: real() + (jump_s if next(asked) > 20 else 0.0))
+    words = ("--config", str(config), "train.max_hours=2")
+    for verb, more in (("train", ["train.stop_after_steps=2"]), ("resume", [])):
+        succeed(verb, *words, *more)
+        assert next(asked) > 30  # the clock was set in the midst of it
+    summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 4)

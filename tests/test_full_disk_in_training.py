@@ -31,11 +31,9 @@ WORDS = re.compile(r"about ([\d,]+) bytes \([\d.]+ \w+\) are needed, and ([\d,]+
 class _Disk:
     """Counts what Python writes below `checkpoints/` or, later, anywhere in a run, and refuses from one number on."""
 
+    counts, count, full_from, stays_full = False, 0, None, False
+
     def __init__(self) -> None:
-        self.counts = False
-        self.count = 0
-        self.full_from: int | None = None
-        self.stays_full = False
         sys.addaudithook(self._hear)  # it cannot be taken away again, only be told to do nothing
 
     def begin(self, *, full_from: int, stays_full: bool) -> None:
@@ -145,7 +143,7 @@ def test_each_write_of_a_checkpoint_in_turn(train, full):  # noqa: F811
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "tokenizer.json"])
 def test_libraries_whose_writes_the_system_refuses(train, monkeypatch, file):  # noqa: F811
     """By the largest file that the process may write: what C++ and Rust make of it is recognised."""
-    code, _, whole = train("whole", *SAME)
+    _, _, whole = train("whole", *SAME)
     sizes = {path.name: path.stat().st_size for path in (whole / "checkpoints" / "checkpoint-3").iterdir()}
     limit = sizes[file] - 1
     real, before = PlannedLoop._save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -232,12 +230,8 @@ def test_other_files_of_a_run_too(train, monkeypatch, disk, word):  # noqa: F811
 
 
 def test_only_errors_of_writing_count():
-    for error in (
-        None,
-        FileNotFoundError(errno.ENOENT, "no"),
-        RuntimeError("PytorchStreamReader failed reading file data/0: file read failed"),
-        ValueError("unexpected pos 64 vs 0"),
-    ):
+    unread = RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")
+    for error in (None, FileNotFoundError(errno.ENOENT, "no"), unread, ValueError("unexpected pos 64 vs 0")):
         assert disk_refusal_reason(error) is None
     assert disk_refusal_reason(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
     assert disk_refusal_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
@@ -277,13 +271,10 @@ if os.environ.get("RANK") == os.environ.get("FULL_FOR", "none"):
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank"),
-    [
-        ("ddp", "0"),
-        *(pytest.param(name, "1", marks=pytest.mark.slow) for name in ("fsdp", "zero2")),  # each rank writes its part
-    ],
-)
+@pytest.mark.parametrize(("strategy", "rank"), [
+    ("ddp", "0"),
+    *(pytest.param(name, "1", marks=pytest.mark.slow) for name in ("fsdp", "zero2")),  # each rank writes its part
+])  # fmt: skip
 def test_ranks_end_with_one_message(tmp_path, tiny_llama, strategy, rank):
     uneven_run(tmp_path, tiny_llama)
     (tmp_path / "site").mkdir()
@@ -293,18 +284,15 @@ def test_ranks_end_with_one_message(tmp_path, tiny_llama, strategy, rank):
     path = f"{ROOT}{os.pathsep}{tmp_path}/site"
     for command, environ in (("train-distributed", {"FULL_FOR": rank}), ("resume", {"RUN": "one"})):
         kept = clean_environment(PYTHONPATH=path, STRATEGY=strategy, NPROC="2", **environ)
-        answer = subprocess.run(
-            [sys.executable, "-c", SMALL, command, *words], cwd=ROOT, env=kept, capture_output=True, text=True,
-            timeout=550,
-        )  # fmt: skip
+        started = [sys.executable, "-c", SMALL, command, *words]
+        answer = subprocess.run(started, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=550)
         printed, folder = answer.stdout + answer.stderr, tmp_path / "outputs" / "one"
         if command == "resume":
             assert answer.returncode == 0, printed
             assert "from step 1" in printed
             break
-        assert answer.returncode == 2, printed
+        assert (answer.returncode, "Traceback" in printed) == (2, False), printed
         assert "the last checkpoint is that of step 1; that of step 2 cannot be written into" in printed
-        assert "Traceback" not in printed
         assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-1"]
         assert not (folder / "checkpoints" / checkpoints.STAGING_NAME).exists()
         manifest = json.loads((folder / "manifest.json").read_text())

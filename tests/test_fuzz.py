@@ -40,11 +40,10 @@ def test_every_part_has_a_share_and_a_module():
 
 
 def test_a_case_is_made_from_its_numbers_alone():
-    made = [
-        [mutate.plain(random.Random(f"0/yaml/{n}"), {"a": [1, {"b": "text"}]}) for n in range(50)] for _ in range(2)
-    ]
-    assert json.dumps(made[0]) == json.dumps(made[1])
-    assert len({json.dumps(one) for one in made[0]}) > 25
+    given = {"a": [1, {"b": "text"}]}
+    one, again = ([json.dumps(mutate.plain(random.Random(f"0/yaml/{n}"), given)) for n in range(50)] for _ in range(2))
+    assert one == again
+    assert len(set(one)) > 25
     some, every = (list(run.run_cases("yaml", numbers, seed=0)) for numbers in (range(10, 20), range(20)))
     assert [(one.number, one.verdict) for one in some] == [(one.number, one.verdict) for one in every[10:]]
 
@@ -59,16 +58,11 @@ def test_what_is_let_through_is_found(monkeypatch):
     assert all("KeyError: 'a bug'" in one.reason for one in tried)
 
 
-@pytest.mark.parametrize(
-    ("code", "out", "err", "is_json", "told"),
-    [
-        (0, "", "[plan] error: no", False, "exit code 0 after an error"),
-        (1, "", "Traceback", False, "exit code 1"),
-        (2, "", "", False, "without a word"),
-        (2, "no JSON", "[plan] error: no", True, "with JSON=1 it printed"),
-        (2, '{"ok": true}', "[plan] error: no", True, "ok is True"),
-    ],
-)
+@pytest.mark.parametrize(("code", "out", "err", "is_json", "told"), [
+    (0, "", "[plan] error: no", False, "exit code 0 after an error"), (1, "", "Traceback", False, "exit code 1"),
+    (2, "", "", False, "without a word"), (2, "no JSON", "[plan] error: no", True, "with JSON=1 it printed"),
+    (2, '{"ok": true}', "[plan] error: no", True, "ok is True"),
+])  # fmt: skip
 def test_words_and_exit_codes_have_to_agree(code, out, err, is_json, told):
     with pytest.raises(run.FuzzFailure, match=told):
         run.require_consistent_exit(code, out, err, is_json=is_json)
@@ -97,14 +91,11 @@ def test_a_case_that_kills_its_process_is_wrong_and_the_others_are_tried(monkeyp
         "    if n == 2:\n        os.kill(os.getpid(), 9)\n"
         "    print(json.dumps({'part': 'yaml', 'number': n, 'verdict': 'refused'}), flush=True)\n"
     )
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        run.subprocess, "Popen", lambda words, **more: popen([sys.executable, str(worker), *words[2:]], **more)
-    )
+    popen, program = subprocess.Popen, [sys.executable, str(worker)]
+    monkeypatch.setattr(run.subprocess, "Popen", lambda words, **more: popen([*program, *words[2:]], **more))
     tried = list(run.run_cases_isolated("yaml", range(5), seed=0))
-    assert [(one.number, one.verdict) for one in tried] == [
-        (0, "refused"), (1, "refused"), (2, "wrong"), (3, "refused"), (4, "refused")
-    ]  # fmt: skip
+    assert [one.number for one in tried] == [*range(5)]
+    assert [one.verdict for one in tried] == ["refused", "refused", "wrong", "refused", "refused"]
     assert "-9" in tried[2].reason
 
 

@@ -30,6 +30,12 @@ def done(world: Path, *words: str, **given: str) -> str:
     return answer.stdout
 
 
+def killed(world: Path, *words: str, **given: str) -> None:
+    """Starts a command, which ends by the signal that kills it."""
+    answer = start(world, *words, **given)
+    assert answer.returncode not in (0, 2), answer.stdout + answer.stderr
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama) -> Path:
     folder = tmp_path_factory.mktemp("going-on")
@@ -70,28 +76,23 @@ def killing(tmp_path_factory) -> str:
 DDP, FSDP, ZERO2 = ({"NPROC": "2", "STRATEGY": name} for name in ("ddp", "fsdp", "zero2"))
 
 
-@pytest.mark.parametrize(
-    ("command", "moment", "files", "given"),
-    [
-        ("train", "run:train_stage", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
-        ("train-distributed", "run:prepare_stages", {"launch.json"}, FSDP),  # no data recorded
-        # everything is loaded
-        pytest.param("train", "run:_run_training_loop", {"manifest.json"}, {}, marks=pytest.mark.slow),
-        pytest.param("train-distributed", "run:_run_training_loop", {"launch.json"}, DDP, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("command", "moment", "files", "given"), [
+    ("train", "run:train_stage", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
+    ("train-distributed", "run:prepare_stages", {"launch.json"}, FSDP),  # no data recorded
+    # everything is loaded
+    pytest.param("train", "run:_run_training_loop", {"manifest.json"}, {}, marks=pytest.mark.slow),
+    pytest.param("train-distributed", "run:_run_training_loop", {"launch.json"}, DDP, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_run_that_is_killed_while_it_starts_is_started_again(world, unbroken, killing, command, moment, files, given):
     name = f"killed-{command}-{moment.partition(':')[2]}"
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora"]
     at = f"sft_play.training.{moment}"
-    begun = start(world, command, *words, f"output.name={name}", PYTHONPATH=killing, KILL_AT=at, **given)
+    killed(world, command, *words, f"output.name={name}", PYTHONPATH=killing, KILL_AT=at, **given)
     run = world / "outputs" / name
-    assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
     assert {path.name for path in run.iterdir()} >= files
     # as a batch system starts a job again that was preempted: the same words, and the folder is to be resumed
     same = [*words, f"output.name={name}", "output.if_exists=resume"]
-    again = start(world, command, *same, PYTHONPATH=killing, KILL_AT=at, **given)
-    assert again.returncode not in (0, 2), again.stdout + again.stderr
+    killed(world, command, *same, PYTHONPATH=killing, KILL_AT=at, **given)
     assert "no step was trained, so the run starts from the beginning" in done(world, "resume", *words, RUN=name)
     assert losses(run) == pytest.approx(unbroken("lora"), rel=1e-5)
     manifest = json.loads((run / "manifest.json").read_text())
@@ -112,14 +113,12 @@ def test_a_run_that_is_killed_after_its_last_step_trains_no_further_one(world, k
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}", f"train.max_steps={steps}",
              "train.save_steps=1", "train.lr_scheduler_type=constant"]  # fmt: skip
     at = "sft_play.training.run:build_summary"
-    begun = start(world, command, *words, PYTHONPATH=killing, KILL_AT=at, **given)
-    assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
+    killed(world, command, *words, PYTHONPATH=killing, KILL_AT=at, **given)
     run = world / "outputs" / name
     before = losses(run)
     done(world, command, *words, "output.if_exists=resume", **given)
     assert losses(run) == before
-    assert len(before) == steps
-    assert json.loads((run / "summary.json").read_text())["steps"] == steps
+    assert len(before) == json.loads((run / "summary.json").read_text())["steps"] == steps
     last = load_file(run / "checkpoints" / f"checkpoint-{steps}" / "adapter_model.safetensors")
     saved = load_file(run / "adapter" / "adapter_model.safetensors")
     assert all(bool((saved[key] == value).all()) for key, value in last.items())
@@ -127,8 +126,7 @@ def test_a_run_that_is_killed_after_its_last_step_trains_no_further_one(world, k
 
 def test_what_has_not_trained_starts_with_the_settings_of_now(world, killing):
     words = ["--config", f"{world}/run.yaml", "output.name=changed"]
-    begun = start(world, "train", *words, PYTHONPATH=killing, KILL_AT="sft_play.training.run:train_stage")
-    assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
+    killed(world, "train", *words, PYTHONPATH=killing, KILL_AT="sft_play.training.run:train_stage")
     other = ["tuning.mode=lora", "train.seed=7", "train.effective_batch_size=6", "train.max_steps=1"]
     done(world, "train-distributed", *words, *other, "output.if_exists=resume", NPROC="3", STRATEGY="ddp")
     run = world / "outputs" / "changed"
@@ -148,18 +146,15 @@ def logits(run: Path, mode: str, base: Path):
         return model.eval()(torch.arange(3, 40).unsqueeze(0)).logits
 
 
-@pytest.mark.parametrize(
-    ("mode", "first", "then"),
-    [
-        ("full", ("fsdp", 2), ("", 1)),
-        pytest.param("lora", ("", 1), ("fsdp", 2), marks=pytest.mark.slow),
-        pytest.param("lora", ("ddp", 2), ("fsdp", 4), marks=pytest.mark.slow),
-        pytest.param("full", ("ddp", 2), ("", 1), marks=pytest.mark.slow),
-        pytest.param("full", ("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),
-        pytest.param("lora", ("zero2", 2), ("zero2", 2), marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param("full", ("zero3", 2), ("zero3", 2), marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "first", "then"), [
+    ("full", ("fsdp", 2), ("", 1)),
+    pytest.param("lora", ("", 1), ("fsdp", 2), marks=pytest.mark.slow),
+    pytest.param("lora", ("ddp", 2), ("fsdp", 4), marks=pytest.mark.slow),
+    pytest.param("full", ("ddp", 2), ("", 1), marks=pytest.mark.slow),
+    pytest.param("full", ("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),
+    pytest.param("lora", ("zero2", 2), ("zero2", 2), marks=[needs_deepspeed, pytest.mark.slow]),
+    pytest.param("full", ("zero3", 2), ("zero3", 2), marks=[needs_deepspeed, pytest.mark.slow]),
+])  # fmt: skip
 def test_losses_go_on_as_if_it_had_not_stopped(world, unbroken, tiny_llama, mode, first, then):
     """Two steps are in the middle of the first epoch; the third ends it with its uneven rest."""
     name = f"{mode}-{'-'.join(map(str, (*first, *then)))}"
@@ -185,14 +180,11 @@ OWN_FILE = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5000}, "trai
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("strategy", "own_file", "by_tokens"),
-    [
-        ("zero2", None, True),
-        pytest.param("zero3", None, True, marks=pytest.mark.slow),
-        pytest.param("zero2", OWN_FILE, False, marks=pytest.mark.slow),  # its micro-batch is the user's, in rows
-    ],
-)
+@pytest.mark.parametrize(("strategy", "own_file", "by_tokens"), [
+    ("zero2", None, True),
+    pytest.param("zero3", None, True, marks=pytest.mark.slow),
+    pytest.param("zero2", OWN_FILE, False, marks=pytest.mark.slow),  # its micro-batch is the user's, in rows
+])  # fmt: skip
 def test_a_run_under_zero_is_resumed_and_repeated_with_the_config_that_it_was_given(
     world, tmp_path, strategy, own_file, by_tokens
 ):

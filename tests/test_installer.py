@@ -47,31 +47,22 @@ def test_an_index_of_pips_settings_keeps_uv_out_unless_uv_knows_one_too(environ)
     assert without.configured == by.configured.replace("uv's", "pip's").replace("UV_INDEX_URL", "global.index-url")
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (MIRROR, "global.index-url"),
-        (":env:.extra-index-url='a'\n:env:.find-links='/wheels'\n", ":env:.extra-index-url, :env:.find-links"),
-        ("install.no-index='1'\n", "install.no-index"),
-        ("global.cert='/ca'\n:env:.default-timeout='180'\nglobal.constraint='/c'\ndownload.index-url='x'\n", ""),
-    ],
-)
+@pytest.mark.parametrize(("settings", "told"), [
+    (MIRROR, "global.index-url"),
+    (":env:.extra-index-url='a'\n:env:.find-links='/wheels'\n", ":env:.extra-index-url, :env:.find-links"),
+    ("install.no-index='1'\n", "install.no-index"),
+    ("global.cert='/ca'\n:env:.default-timeout='180'\nglobal.constraint='/c'\ndownload.index-url='x'\n", ""),
+])  # fmt: skip
 def test_settings_of_pip_that_name_an_index_are_found(settings, told):
     assert installer.pip_indexes(settings) == told
 
 
-@pytest.mark.parametrize(
-    ("text", "is_told"),
-    [
-        ('index-url = "https://mirror.example"\n', True),
-        ('[pip]\nextra-index-url = ["x"]\n', True),
-        ('[[index]]\nurl = "x"\n', True),
-        ('[[pip.index]]\nurl = "x"\n', True),
-        ('find-links = ["/wheels"]\n', True),
-        ('# index-url = "x"\nindex-strategy = "first-index"\n', False),
-        ("native-tls = true\n", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "is_told"), [
+    ('index-url = "https://mirror.example"\n', True), ('[pip]\nextra-index-url = ["x"]\n', True),
+    ('[[index]]\nurl = "x"\n', True), ('[[pip.index]]\nurl = "x"\n', True), ('find-links = ["/wheels"]\n', True),
+    ('# index-url = "x"\nindex-strategy = "first-index"\n', False),
+    ("native-tls = true\n", False),
+])  # fmt: skip
 def test_files_of_uv_that_name_an_index_are_found(text, is_told, environ, tmp_path):
     for file, more in (
         (tmp_path / "home/.config/uv/uv.toml", {}),
@@ -109,10 +100,7 @@ def test_output_goes_to_the_log_and_not_to_the_person(tmp_path, capfd):
     assert {"said", "warned"} <= set(lines)
     assert lines[-1] == str(tmp_path)
     assert sum(line.startswith("$ ") for line in lines) == 2
-
-
-def test_the_tail_is_the_last_lines_that_say_something(tmp_path):
-    (tmp_path / "log").write_text("old")
+    # the tail is the last lines that say something
     run = Logged(tmp_path / "log")
     assert run.tail() == []
     run.log.write_text("\n".join(f"line {n}\n" for n in range(100)) + "\rbar 1%\rbar 2%\n\n")

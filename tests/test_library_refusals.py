@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.doctor import check_run_starts
@@ -18,6 +19,7 @@ from sft_play.machine import compiler
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
 from sft_play.text import GIB
+from sft_play.training.prepare import device_checks
 
 ADA, AMPERE, PASCAL = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090", "Tesla P100-PCIE-16GB"
 OLD, NEW = "535.183.01", "550.40.07"
@@ -57,10 +59,8 @@ def test_accelerate_starts_on_every_pair_of_cards(monkeypatch, tmp_path, on_a_gp
         monkeypatch.delenv(name, raising=False)
     seen = GpuSnapshot(tuple(GpuStatus(index, name, "NVIDIA") for index, name in enumerate(names)), "NVML", driver)
     monkeypatch.setattr(launched.nvml, "gpu_snapshot", lambda **_: seen)
-    rows = {
-        "--query-gpu=count,name": "".join(f"{len(names)}, {name}\n" for name in names),
-        "--query-gpu=driver_version": f"{driver}\n" * len(names),
-    }
+    rows = {"--query-gpu=count,name": "".join(f"{len(names)}, {name}\n" for name in names)}
+    rows["--query-gpu=driver_version"] = f"{driver}\n" * len(names)
     cases = "\n".join(f'"{words}") printf "{text}" ;;' for words, text in rows.items())
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\n')
@@ -90,7 +90,6 @@ def test_the_doctor_says_what_a_run_does(ranks):
 @pytest.mark.build
 @pytest.mark.parametrize(("major", "starts"), [(5, False), (6, True), (7, True), (9, True)])
 def test_deepspeed_takes_fp16_on_pascal(monkeypatch, major, starts):
-    import torch
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     monkeypatch.delenv("DS_ALLOW_DEPRECATED_FP16", raising=False)
@@ -109,15 +108,12 @@ def run_with(**sections: dict[str, object]) -> RunConfig:
     return RunConfig.model_validate({"model": model, "data": {"train_path": "y.jsonl"}, **sections})
 
 
-@pytest.mark.parametrize(
-    ("machine", "refused"),
-    [
-        (gpus("Tesla T4", capability=(7, 5)), "flash_attention_2 needs GPUs from Ampere on"),
-        (gpus(*["Tesla T4"] * 2, capability=(7, 5)), "Tesla T4 has 7.5; use auto"),
-        (gpus(*["H100"] * 2, capability=(9, 0)), None),
-        (dataclasses.replace(gpus(), cpu_ranks=2), "this run uses the CPU; use auto"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "refused"), [
+    (gpus("Tesla T4", capability=(7, 5)), "flash_attention_2 needs GPUs from Ampere on"),
+    (gpus(*["Tesla T4"] * 2, capability=(7, 5)), "Tesla T4 has 7.5; use auto"),
+    (gpus(*["H100"] * 2, capability=(9, 0)), None),
+    (dataclasses.replace(gpus(), cpu_ranks=2), "this run uses the CPU; use auto"),
+])  # fmt: skip
 def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkeypatch, machine, refused):
     monkeypatch.setattr(refusals, "require_compiler", lambda *_: None)
     config = run_with(model={"attn_implementation": "flash_attention_2"})
@@ -138,10 +134,7 @@ def test_compiled_blocks_need_volta(monkeypatch, ranks, capability, refused):
 @pytest.fixture
 def started(monkeypatch):
     """A function that begins a run on a pretended GPU, whose first kernel and whose bitsandbytes are given."""
-    import torch
     from bitsandbytes import cextension
-
-    from sft_play.training.prepare import device_checks
 
     def start(mode: str, *, kernel: Exception | None = None, library: object = None) -> None:
         def zeros(*_: object, **__: object) -> torch.Tensor:
@@ -164,8 +157,6 @@ def started(monkeypatch):
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["qlora", "lora"])
 def test_a_torch_without_kernels_for_the_gpu_is_refused_before_the_weights(started, mode):
-    import torch
-
     started(mode)
     said = "CUDA error: no kernel image is available for execution on the device\nSearch for `cudaErrorNoKernel"
     with pytest.raises(HardwareError, match=f"cannot compute on {PASCAL}: CUDA error: no kernel image"):

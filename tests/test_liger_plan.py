@@ -3,12 +3,14 @@ is counted where the run may fall back."""
 
 import functools
 import inspect
+import itertools
 import json
 import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -30,7 +32,11 @@ from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import liger_saved_bytes, liger_saved_starts_s
 from sft_play.text import GIB
+from sft_play.trace import build
+from sft_play.trace.confirm import trace_candidate
 from sft_play.trace.settings import StepSettings
+from sft_play.trace.step import trace_step
+from sft_play.training.class_checks import replaced_code
 from sft_play.training.job import record_measurements
 from tests.test_plan_truth import measured
 
@@ -40,14 +46,10 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 4096,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {},
+    "llama": {}, "qwen2": {}, "qwen3": {}, "gemma": {}, "mistral": {"sliding_window": None},
     "phi3": {"pad_token_id": 0, "num_key_value_heads": 8},
-    "gemma": {},
     "gemma3_text": {"sliding_window": 4096, "layer_types": 2 * ["sliding_attention"] + ["full_attention"]},
-}
+}  # fmt: skip
 LORA = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 BF16, FP32 = Precision("bfloat16", "bfloat16", ""), Precision("float32", "float32", "")
 
@@ -90,7 +92,6 @@ def test_a_norm_holds_its_input_and_a_number_a_row_and_its_gradient_takes_the_pl
 
 def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, kernels: str) -> tuple[int, int]:
     from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.step import trace_step
 
     model = {"model_type": kind, **SIZES, **MODELS[kind]}
     run = config("liger" if kernels == "liger" else "none", mode)
@@ -106,14 +107,11 @@ def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, ke
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(
-    ("kind", "mode", "checkpointing"),
-    [
-        ("llama", "lora", False), ("llama", "qlora", True), ("qwen3", "full", False), ("qwen3", "lora", True),
-        ("phi3", "lora", True), ("gemma3_text", "lora", False), ("mistral", "full", True), ("qwen2", "qlora", False),
-        ("gemma", "full", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "mode", "checkpointing"), [
+    ("llama", "lora", False), ("llama", "qlora", True), ("qwen3", "full", False), ("qwen3", "lora", True),
+    ("phi3", "lora", True), ("gemma3_text", "lora", False), ("mistral", "full", True), ("qwen2", "qlora", False),
+    ("gemma", "full", False),
+])  # fmt: skip
 def test_the_closed_form_is_what_a_trace_with_the_kernels_measures(kind: str, mode: str, checkpointing: bool) -> None:
     closed, traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="liger")
     plain_closed, plain_traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="plain")
@@ -122,28 +120,22 @@ def test_the_closed_form_is_what_a_trace_with_the_kernels_measures(kind: str, mo
     assert plain_closed - closed == pytest.approx(plain_traced - traced, rel=0.1, abs=2 * MIB)
 
 
-@pytest.mark.build
-@pytest.mark.parametrize("mode", ["full", "lora"])
-def test_the_closed_form_is_what_a_trace_in_fp32_measures(mode: str) -> None:
-    closed, traced = _both("llama", mode, checkpointing=False, precision=FP32, kernels="liger")
-    assert closed == pytest.approx(traced, rel=0.01)
+EVERY = list(itertools.product(MODELS, ("full", "lora", "qlora"), (False, True), (BF16,)))
 
 
 @pytest.mark.build
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(MODELS))
-@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_family_and_mode_is_traced_as_the_closed_form_says(kind: str, mode: str, checkpointing: bool) -> None:
-    closed, traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="liger")
+@pytest.mark.parametrize(
+    ("kind", "mode", "checkpointing", "precision"),
+    [*(("llama", mode, False, FP32) for mode in ("full", "lora")),
+     *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY)],
+)  # fmt: skip
+def test_every_family_mode_and_precision_is_traced_as_the_closed_form_says(kind, mode, checkpointing, precision):
+    closed, traced = _both(kind, mode, checkpointing=checkpointing, precision=precision, kernels="liger")
     assert closed == pytest.approx(traced, rel=0.01)
 
 
 @pytest.mark.build
 def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) -> None:
-    from sft_play.trace import build
-    from sft_play.trace.confirm import trace_candidate
-
     monkeypatch.delitem(build.KERNEL_CONTEXTS, "liger", raising=False)
     model, run = {"model_type": "llama", **SIZES}, config("liger")
     shape = parse_model_shape(dict(model), name="m")
@@ -197,8 +189,7 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
     missing = plan_of("auto", without=frozenset({LIGER_PACKAGE}), **batch)
     assert "kernels" not in none.as_json()
     assert auto.memory == missing.memory == none.memory
-    assert missing.speed == none.speed
-    assert auto.speed == liger.speed
+    assert (missing.speed, auto.speed) == (none.speed, liger.speed)
     assert none.speed.step_s > liger.speed.step_s > 0.8 * none.speed.step_s
     # of 4 x 1024 tokens a block holds neither x in fp32 for its two norms (4 h bytes a token each) nor the activated
     # gate (2 f): at least 4 GiB over 32 layers
@@ -220,9 +211,8 @@ def test_saved_bytes_are_those_counted_by_hand() -> None:
     # and 18, Liger's 6 and 10
     forward = 2 * 4 * 32 + 6 * 16 + 3 * 4
     backward = 2 * 4 * 78 + 6 * 26 + 3 * 8
-    saved, starts = (
-        functools.partial(of, shape, LIGER_REPLACEMENTS["llama"]) for of in (liger_saved_bytes, liger_saved_starts_s)
-    )
+    given = (shape, LIGER_REPLACEMENTS["llama"])
+    saved, starts = (functools.partial(of, *given) for of in (liger_saved_bytes, liger_saved_starts_s))
     assert saved(e=2, recomputed_share=0.0) == forward + backward
     assert saved(e=2, recomputed_share=1.0) == 2 * forward + backward
     # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
@@ -244,23 +234,17 @@ def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
         found = calibration.compute_correction(runs, **place, kernels=CountedKernels(*names))
         of_memory = [run.measured_reserved / 100 for run in runs if run.kernels == names[0] and run.predicted_reserved]
         of_speed = sorted(run.measured_tokens_per_s / 100 for run in runs if run.kernels == names[1])
-        assert found.memory_factor == max([1.0, *of_memory])
-        assert found.run_count == len(of_memory)
+        assert (found.memory_factor, found.run_count) == (max([1.0, *of_memory]), len(of_memory))
         middle = len(of_speed) // 2
         expected = (of_speed[middle] + of_speed[-middle - 1]) / 2 if of_speed else 1.0
         assert found.speed_factor == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("wish", "used", "memory", "speed"),
-    [
-        ("none", [], True, True),
-        ("auto", ["rms_norm"], False, True),  # the memory of the plain ones was predicted
-        ("auto", [], True, False),
-        ("liger", ["rms_norm"], True, True),
-        ("liger", [], False, False),
-    ],
-)
+@pytest.mark.parametrize(("wish", "used", "memory", "speed"), [
+    ("none", [], True, True),
+    ("auto", ["rms_norm"], False, True),  # the memory of the plain ones was predicted
+    ("auto", [], True, False), ("liger", ["rms_norm"], True, True), ("liger", [], False, False),
+])  # fmt: skip
 def test_a_prediction_of_other_kernels_is_not_learned_from(
     monkeypatch: Any, wish: str, used: list[str], memory: bool, speed: bool
 ) -> None:
@@ -279,10 +263,6 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 @pytest.mark.build
 def test_experts_keep_their_gates(monkeypatch: Any) -> None:
-    from torch import nn
-
-    from sft_play.training.class_checks import replaced_code
-
     asked: list[dict[str, bool]] = []
 
     def swap(model: Any, rms_norm: bool = True, swiglu: bool = True, rope: bool = True, loss: bool = True) -> None:

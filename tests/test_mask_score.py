@@ -1,26 +1,32 @@
-"""`make mask-score`: an independent verdict on the masks of every template of a folder."""
+"""`make mask-score`: an independent verdict on the masks of every template of a folder; and masks beside those of
+another project."""
 
+import copy
 import dataclasses
 import json
+import re
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.mask_score import score as module
 from benchmarks.mask_score.score import CASES, score
+from sft_play.config.schema import DataConfig
 from sft_play.data.masks import sandbox
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.sources.formats import Chat
 from sft_play.errors import ConfigError, TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import ROOT, shared
 from tests.models import CHATML, make_tokenizer
 
 FIELDS = ["template", "case", "method", "verdict", "reason"]
-ENDLESS = (
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}"
-)
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}" + "{% endfor %}" * 3
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +159,8 @@ def test_a_call_that_is_cut_in_half_is_called_wrong(tmp_path, tokenizer, monkeyp
         encoding = self.backend.encode(row.text, add_special_tokens=False)
         end = row.text.index("3}", row.text.index("<calls>")) + 2
         until = row.text.index("<|im_end|>", end) + len("<|im_end|>")
-        labels = [
-            IGNORED if end <= first < until else label
-            for (first, _), label in zip(encoding.offsets, row.labels, strict=True)
-        ]
+        pairs = zip(encoding.offsets, row.labels, strict=True)
+        labels = [IGNORED if end <= first < until else label for (first, _), label in pairs]
         return dataclasses.replace(row, labels=labels)
 
     monkeypatch.setattr(Renderer, "render", cut)
@@ -178,8 +182,7 @@ def test_a_label_that_is_another_token_is_wrong_and_makes_the_command_fail(monke
     monkeypatch.setattr(Renderer, "render", render)
     (tmp_path / "chatml.jinja").write_text(CHATML)
     rows = [row for row in score(tmp_path, str(tokenizer)).rows if row.verdict != "cannot_render"]
-    assert len(rows) == 6
-    assert {row.verdict for row in rows} == {"wrong"}
+    assert [row.verdict for row in rows] == ["wrong"] * 6
     assert all(row.reason for row in rows)
     code, text = command("mask-score", "--templates", str(tmp_path), "--tokenizer", str(tokenizer))
     assert (code != 0, "WRONG" in text, "chatml.jinja, single_turn: wrong: " in text) == (True, True, True)
@@ -245,3 +248,76 @@ def test_no_template_gets_a_wrong_mask_with_another_tokenizer(name):
     made = score(shared("chat_templates"), str(shared(f"tokenizers/{name}")))
     assert not [row for row in made.rows if row.verdict == "wrong"]
     assert made.counts()["exact"] > 400
+
+
+# Beside `renderers`; skipped where it is not installed.
+FAMILIES = {
+    "trl/qwen3": "qwen3", "trl/qwen3_vl": "qwen3-vl", "trl/qwen3_5_think": "qwen3.5", "trl/qwen3_5_nothink": "qwen3.5",
+    "trl/qwen3_6": "qwen3.6", "trl/nemotron_3_nano": "nemotron-3", "trl/nemotron_3_ultra": "nemotron-3-ultra",
+    "trl/glm4moe": "glm-4.5", "trl/llama3_1": "llama-3", "llama.cpp/GLM-4.6": "glm-4.5", "llama.cpp/GLM-5.2": "glm-5.1",
+    "llama.cpp/MiniMax-M2": "minimax-m2", "llama.cpp/google-gemma-4-31B-it": "gemma4",
+}  # fmt: skip
+SETTINGS = {"trl/qwen3_5_think": {"enable_thinking": True}, "trl/qwen3_5_nothink": {"enable_thinking": False}}
+NAMES = {"llama.cpp/google-gemma-4-31B-it": "google/gemma-4-31B-it"}
+"""Its renderer goes by the name of the model."""
+COMPARED = ("single_turn", "multi_turn", "system", "tool_calls", "reasoning", "call_last")
+OTHER_TEMPLATE = {("llama.cpp/google-gemma-4-31B-it", "reasoning")}
+"""renderers follows a later template, which writes think text in answers too."""
+TOKENS = [
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"),
+    *("</tool_response>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "[gMASK]", "<sop>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<arg_key>", "</arg_key>", "<arg_value>"),
+    *("</arg_value>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    *("<|end_of_text|>", "]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", "<bos>", "<eos>"),
+    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", '<|"|>', "<|think|>", "<|image|>", "<|image>", "<image|>", "<pad>"),
+]
+_OPENING = re.compile(r"\s*(?:<think>\s*)?(?:</think>|<\|channel>thought\n<channel\|>)?\s*")
+"""What a run may begin with in one of the two only."""
+_ADDED_END = re.compile(r"(?:<\|endoftext\|>|<\|user\|>|<\|observation\|>)$")
+
+
+@pytest.fixture(scope="module")
+def known_tokens() -> Any:
+    made = AutoTokenizer.from_pretrained(tokenizer_folder("Qwen2.5-Instruct"))
+    made.add_special_tokens({"additional_special_tokens": TOKENS})
+    return made
+
+
+def runs(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> Iterator[str]:
+    """Trained runs as text, without what the two may differ in."""
+    places = [at for at, is_trained in enumerate(trained) if is_trained]
+    for at in places:
+        if at - 1 not in places:
+            last = next(end for end in range(at, len(ids) + 1) if end not in places)
+            text = str(tokenizer.decode(ids[at:last]))
+            yield _ADDED_END.sub("", text[_OPENING.match(text).end() :])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trained_runs_are_those_of_renderers(known_tokens, name):
+    """PrimeIntellect's `renderers` writes families by hand. Trained runs must be the same, turn by turn, but for what
+    docs/masks.md explains: think marks and white space that a run begins with, and the token that ends a last turn
+    which the template does not end."""
+    base = pytest.importorskip("renderers.base", reason="renderers is not installed: pip install renderers httpx")
+    from renderers import configs
+
+    base._populate_registry()
+    tokenizer = known_tokens
+    tokenizer.name_or_path = NAMES.get(name, "")
+    tokenizer.chat_template = template_of(name)
+    known = [one for one in vars(configs).values() if isinstance(one, type) and hasattr(one, "model_fields")]
+    fields = [(one, one.model_fields["name"].default) for one in known if "name" in one.model_fields]
+    config = next(one for one, default in fields if default == FAMILIES[name])
+    written = base.RENDERER_REGISTRY[FAMILIES[name]](tokenizer, config(**SETTINGS.get(name, {})))
+    renderer = Renderer(tokenizer, DataConfig(on_missing_end="train"), max_seq_len=1 << 30)
+    for case in CASES:
+        if case.name not in COMPARED or (name, case.name) in OTHER_TEMPLATE:
+            continue
+        messages = [copy.deepcopy(message) for message in case.messages]
+        sample = base.build_training_sample(written, messages, tools=list(case.tools) or None, ensure_final_stop=True)
+        row = renderer.render(Chat("f:1", case.messages, case.tools))
+        assert isinstance(row, TokenRow), (case.name, row)
+        assert row.untrained_turns == 0
+        ours = list(runs(tokenizer, row.input_ids, [label != IGNORED for label in row.labels]))
+        assert ours == list(runs(tokenizer, sample.token_ids, sample.loss_mask)), case.name

@@ -84,9 +84,8 @@ def forms(messages: Any) -> list[list[Message]]:
     """The messages as one template or another wants them: content as parts, calls without any, arguments as text."""
     made = []
     for as_text, without, as_parts in itertools.product((False, True), repeat=3):
-        one_form = json.loads(
-            json.dumps([{key: message[key] for key in message if key != "train"} for message in messages])
-        )
+        kept = [{key: message[key] for key in message if key != "train"} for message in messages]
+        one_form = json.loads(json.dumps(kept))
         for message in one_form:
             for one in message.get("tool_calls", ()) if as_text else ():
                 one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
@@ -101,10 +100,9 @@ def forms(messages: Any) -> list[list[Message]]:
 def written(tokenizer, messages: list[Message], tools: Any = (), *, prompt: bool = False) -> str | None:
     """What transformers renders; None where the template refuses."""
     given = messages or [[]]  # transformers takes an empty conversation only inside a batch
+    options = {"tools": list(tools) or None, "add_generation_prompt": prompt, "tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(
-            given, tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False
-        )
+        text = tokenizer.apply_chat_template(given, **options)
     except Exception:  # whatever a template raises
         return None
     return text if messages else text[0]
@@ -131,6 +129,11 @@ def rendered_form(tokenizer, chat: Chat, row: TokenRow) -> tuple[list[Message], 
     return messages, ""
 
 
+def to_train(chat: Chat) -> list[int]:
+    """The places of the turns that are to be trained."""
+    return [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and one.get("train") is not False]
+
+
 def judge(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...], words: Any = texts_of) -> str:
     """What is wrong with a mask; empty where nothing is. `words` are a turn's texts that must be found in its span."""
     messages, problem = rendered_form(tokenizer, chat, row)
@@ -138,15 +141,10 @@ def judge(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...], words: An
         return problem
     last = -1
     for start, end in row.spans:
-        turns = [
-            index
-            for index, message in enumerate(chat.messages)
-            if index > last and message["role"] == "assistant" and message.get("train") is not False
-            and begins(tokenizer, messages, index, chat.tools, row.text, (start, end))
-        ]  # fmt: skip
-        if not turns:
+        here = (at for at in to_train(chat) if begins(tokenizer, messages, at, chat.tools, row.text, (start, end)))
+        last = next((at for at in here if at > last), None)
+        if last is None:
             return f"nothing is generated behind {row.text[:start]!r}"
-        last = turns[0]
         problem = span_problem(row.text, start, end, words(chat.messages[last]), ends)
         if problem:
             return f"messages[{last}]: {problem}"
@@ -169,13 +167,11 @@ def begins(tokenizer, messages: list[Message], index: int, tools: Any, text: str
     whole = written(tokenizer, [*asked, *messages[index:]], tools)
     if prompt is None or whole is None:
         return False
-    shared = "".join(
-        a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
-    )
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+    shared = "".join(letter for letter, _ in same)
     # the whole prompt, or its header where both go on otherwise
-    is_header = len(shared) == len(prompt) or shared.endswith(
-        prompt.rpartition("a question")[2].partition("<think>")[0]
-    )
+    header = prompt.rpartition("a question")[2].partition("<think>")[0]
+    is_header = len(shared) == len(prompt) or shared.endswith(header)
     return is_header and whole[len(shared) :].startswith(text[start:end])
 
 
@@ -226,26 +222,18 @@ OTHER_ROLE = EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>mod
 
 def prompting(condition: str) -> str:
     """ChatML whose prompt goes on with `<x>` where a condition on the texts holds: the answers never do."""
-    return (
-        EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>assistant\n{% if "
-        f"messages and ({condition})"
-        " %}<x>{% endif %}{% endif %}"
-    )
+    return EACH + TURN + DONE + ASK.replace("\n", f"\n{{% if messages and ({condition}) %}}<x>{{% endif %}}")
 
 
 LOOKING = {
-    "length": "messages[-1].content|length > 20",
-    "first letter": "messages[-1].content[0] == 'p'",
-    "word within": "'poem' in messages[-1].content",
-    "beginning": "messages[-1].content.startswith('poem')",
-    "one of a list": "messages[-1].content in ['hello', 'poem']",
-    "key of an object": "{'hello': 1}.get(messages[-1].content)",
+    "length": "messages[-1].content|length > 20", "first letter": "messages[-1].content[0] == 'p'",
+    "word within": "'poem' in messages[-1].content", "beginning": "messages[-1].content.startswith('poem')",
+    "one of a list": "messages[-1].content in ['hello', 'poem']", "upper case": "messages[-1].content is upper",
+    "key of an object": "{'hello': 1}.get(messages[-1].content)", "digits": "messages[-1].content.isdigit()",
     "equal to another": "messages|length > 2 and messages[-1].content == messages[0].content",
     "the same message": "messages|length > 2 and messages[-1] == messages[0]",
-    "upper case": "messages[-1].content is upper",
     "selected": "messages|selectattr('content', 'equalto', 'hello')|list",
-    "split at spaces": "messages[-1].content.split()|length > 4",
-    "a number": "messages[-1].content|int > 3",
+    "split at spaces": "messages[-1].content.split()|length > 4", "a number": "messages[-1].content|int > 3",
     "lower case, by method": "'<poem>' in messages[-1].content.lower()",
     "replaced": "'<poem>' in messages[-1].content.replace('-', '')",
     "stripped of letters": "messages[-1].content.strip('hello') == ''",
@@ -254,23 +242,17 @@ LOOKING = {
     "a format's method": "'{:.4}'.format(messages[-1].content) == 'poem'",
     "joined lengths": "messages|map(attribute='content')|join|length > 20",
     "as JSON": "messages[-1].content|tojson|length > 22",
-    "digits": "messages[-1].content.isdigit()",
-}
+}  # fmt: skip
 """Ways to look into a text that no list of looked-for texts shows. Rows of one shape must not share their prompts."""
 
 SHAPES_MIXED = (
-    [user("what is it like"), answer("fine")],
-    [user("hello"), answer("world")],
-    [user("poem about a very long and winding road"), answer("roses")],
-    [user("/no"), answer("done")],
-    [user("42"), answer("seven")],
-    [user("WHAT IS"), answer("THAT")],
-    [user("<POEM> now"), answer("fine")],
-    [user("<po-em> now"), answer("fine")],
-    [user("a\nb"), answer("fine")],
+    [user("what is it like"), answer("fine")], [user("hello"), answer("world")],
+    [user("poem about a very long and winding road"), answer("roses")], [user("/no"), answer("done")],
+    [user("42"), answer("seven")], [user("WHAT IS"), answer("THAT")], [user("<POEM> now"), answer("fine")],
+    [user("<po-em> now"), answer("fine")], [user("a\nb"), answer("fine")],
     [user("q one"), answer("same"), user("q one"), answer("same")],
     [user("zebra"), answer("fine"), user("apple"), answer("done")],
-)
+)  # fmt: skip
 
 
 def accepted(tokenizer, renderer: Renderer, rows: Any, ends: tuple[str, ...]) -> int:
@@ -300,81 +282,57 @@ def test_most_rows_of_a_template_that_looks_into_texts_keep_their_mask(tokenizer
     assert accepted(tokenizer, make(template), SHAPES_MIXED, END) == len(SHAPES_MIXED) - 2
 
 
-FOLLOWED = (
-    "}}}}{{% if m.role == 'assistant' and not loop.last %}}{{{{ messages[loop.index].content{} }}}}{{% endif %}}<"
-)
-
+FOLLOWED = "}}{% if m.role == 'assistant' and not loop.last %}{{ messages[loop.index].content[:1] }}{% endif %}<"
 TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
     "plain": (EACH + TURN + DONE + ASK, END, 26),
     "as JSON": (EACH + TURN.replace("content", "content|tojson") + DONE + ASK, END, 26),
     "written twice": (EACH + TURN.replace("}}<", "}}{{ m.content }}<") + DONE + ASK, END, 2),
     "questions on top": (
-        "{% for m in messages if m.role == 'user' %}{{ m.content }};{% endfor %}" + EACH + TURN + DONE + ASK,
-        END,
-        25,
+        "{% for m in messages if m.role == 'user' %}{{ m.content }};{% endfor %}" + EACH + TURN + DONE + ASK, END, 25,
     ),
     "answers on top": (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }};{% endif %}{% endfor %}"
-        + EACH + TURN + DONE + ASK,
-        END,
-        0,
+        + EACH + TURN + DONE + ASK, END, 0,
     ),
     "reversed": ("{% for m in messages|reverse %}" + TURN + DONE + ASK, END, 0),
     "questions first": (
         "{% for m in messages if m.role != 'assistant' %}" + TURN + DONE
-        + "{% for m in messages if m.role == 'assistant' %}" + TURN + DONE + ASK,
-        END,
-        25,
+        + "{% for m in messages if m.role == 'assistant' %}" + TURN + DONE + ASK, END, 25,
     ),
     "end in the last turn only": (
         EACH + "<|{{ m.role }}|>{{ m.content }}{% if loop.last or m.role != 'assistant' %}<|end|>{% endif %}" + DONE
-        + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        ("<|end|>",),
-        25,
+        + "{% if add_generation_prompt %}<|assistant|>{% endif %}", ("<|end|>",), 25,
     ),
     "no end at all": (
-        EACH + "{{ m.role|upper }}: {{ m.content }}\n" + DONE + "{% if add_generation_prompt %}ASSISTANT: {% endif %}",
-        (),
-        26,
+        EACH + "{{ m.role|upper }}: {{ m.content }}\n" + DONE
+        + "{% if add_generation_prompt %}ASSISTANT: {% endif %}", (), 26,
     ),
     "an end of words": (
         EACH + "{{ m.role }} says {{ m.content }} over\n" + DONE
-        + "{% if add_generation_prompt %}assistant says {% endif %}",
-        (" over",),
-        26,
+        + "{% if add_generation_prompt %}assistant says {% endif %}", (" over",), 26,
     ),
     "an end that is looked for": (
         EACH + "{{ m.role }}: {% if '[END]' in m.content %}!{% endif %}{{ m.content }}[END]\n" + DONE
-        + "{% if add_generation_prompt %}assistant: {% endif %}",
-        ("[END]",),
-        24,
+        + "{% if add_generation_prompt %}assistant: {% endif %}", ("[END]",), 24,
     ),
     "a header in the end": (EACH + "{{ m.content }}<|end of {{ m.role }}|>" + DONE, ("<|end of assistant|>",), 26),
     "turns counted": (
         EACH + "[{{ loop.index }}/{{ messages|length }}] {{ m.role }}: {{ m.content }}<|im_end|>" + DONE
-        + "{% if add_generation_prompt %}[{{ messages|length + 1 }}] assistant: {% endif %}",
-        END,
-        0,
+        + "{% if add_generation_prompt %}[{{ messages|length + 1 }}] assistant: {% endif %}", END, 0,
     ),
     "empty turns left out": (EACH + "{% if m.content|trim %}" + TURN + "{% endif %}" + DONE + ASK, END, 26),
-    "the next question's first letter": (EACH + TURN.replace("}}<", FOLLOWED.format("[:1]")) + DONE + ASK, END, 12),
+    "the next question's first letter": (EACH + TURN.replace("}}<", FOLLOWED) + DONE + ASK, END, 12),
     "marks too wide": (
         EACH + "{% if m.role == 'assistant' %}{% generation %}" + TURN + "{% endgeneration %}{% else %}" + TURN
-        + "{% endif %}" + DONE + ASK,
-        END,
-        26,
+        + "{% endif %}" + DONE + ASK, END, 26,
     ),
     "earlier turns left out": (
         EACH + "{% if loop.index0 < messages|length - 2 %}<|im_start|>{{ m.role }}\n…<|im_end|>\n{% else %}" + TURN
-        + "{% endif %}" + DONE + ASK,
-        END,
-        10,
+        + "{% endif %}" + DONE + ASK, END, 10,
     ),
     "a prompt that opens think text": (
         EACH + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-        "{{ m.content }}<|im_end|>\n" + DONE + ASK.replace("t\n", "t\n<think>\n"),
-        END,
-        26,
+        "{{ m.content }}<|im_end|>\n" + DONE + ASK.replace("t\n", "t\n<think>\n"), END, 26,
     ),
     "another prompt than is written": (
         EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", END, 24
@@ -383,18 +341,14 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
     "same roles joined": (
         "{% set ns = namespace(role='') %}" + EACH + "{% if m.role != ns.role %}{% if not loop.first %}<|im_end|>\n"
         "{% endif %}<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}\n{% set ns.role = m.role %}" + DONE
-        + "<|im_end|>\n" + ASK,
-        END,
-        26,
+        + "<|im_end|>\n" + ASK, END, 26,
     ),
 }  # fmt: skip
 """Template, ends of its turns, and how many of ROWS have a mask."""
 
 ROWS = (
-    [user("what is it like"), answer("quite fine")],
-    [user("[END]"), answer("stop [END]")],
-    [user("over"), answer("it is over")],
-    [user('a "quoted" word'), answer('"yes" \\ it & <b>is</b>')],
+    [user("what is it like"), answer("quite fine")], [user("[END]"), answer("stop [END]")],
+    [user("over"), answer("it is over")], [user('a "quoted" word'), answer('"yes" \\ it & <b>is</b>')],
     [user("q1"), answer("same"), user("same"), answer("same")],
     [user("q1 one"), answer("a1 first"), user("q2 two"), answer("a2 second"), user("q3 three"), answer("a3 third")],
     [user("zebra e"), answer("alpha z"), user("zebra e"), answer("zzz e"), user("ze"), answer("zq")],
@@ -406,20 +360,15 @@ ROWS = (
     [user("q1 one"), answer(""), user("q2 two"), answer("a2 second")],
     [user("q1 one"), answer("a1 one"), user(""), answer("a2 second")],
     [user("q1 one"), answer("a1 one"), user(" \n"), answer("a2 second"), user("q3"), answer("a3 x")],
-    [user(""), answer("a1 one")],
-    [user("q1 one"), answer(""), user(""), answer("a2 second")],
-    [user("  lead"), answer("  lead\n")],
-    [user("trail  \n"), answer("\n\ntrail \t")],
+    [user(""), answer("a1 one")], [user("q1 one"), answer(""), user(""), answer("a2 second")],
+    [user("  lead"), answer("  lead\n")], [user("trail  \n"), answer("\n\ntrail \t")],
     [answer("a first one"), user("q one"), answer("a2 second")],
-    [user("q1 one"), user("q2 two"), answer("a1 first"), answer("a2 second")],
-    [user("ask"), answer("</think>")],
-    [user("assistant: x ASSISTANT: z"), answer("ASSISTANT: a USER: b\n")],
-    [user("é ü 漢字 🎉"), answer("🎉🎉 ßé")],
+    [user("q1 one"), user("q2 two"), answer("a1 first"), answer("a2 second")], [user("ask"), answer("</think>")],
+    [user("assistant: x ASSISTANT: z"), answer("ASSISTANT: a USER: b\n")], [user("é ü 漢字 🎉"), answer("🎉🎉 ßé")],
     [user("q"), answer("[END]"), user("[END] then"), answer("go [END]")],
-    [user("q"), answer("x."), user("."), answer("..")],
-    [user("q1 one"), answer("a1 first", train=False)],
+    [user("q"), answer("x."), user("."), answer("..")], [user("q1 one"), answer("a1 first", train=False)],
     [user("a zQ9x00001b b"), answer("fine")],
-)
+)  # fmt: skip
 """The last two are bad rows under every template: nothing to train, and the mark that turns are found by."""
 
 
@@ -431,11 +380,10 @@ def test_no_row_of_a_nasty_template_gets_a_wrong_mask(tokenizer, make, name):
 
 
 WITH_MARKS = {
-    "closed think text": ("<think></think>", "", ""),
-    "open think text": ("<think>\n", "", ""),
+    "closed think text": ("<think></think>", "", ""), "open think text": ("<think>\n", "", ""),
     "open think text, closed in answers": ("<think>\n", "<think></think>", "</think>"),
     "words": ("Here are my steps:\n", "", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITH_MARKS)
@@ -554,15 +502,12 @@ MERGES = "data.merge_consecutive=true joins them"
 MOVES = "data.system_into_user=true puts the system prompt before the first user turn"
 
 
-@pytest.mark.parametrize(
-    ("messages", "ways"),
-    [
-        ((user("a"), user("b"), answer("c")), f"messages[0] and messages[1] are both user turns: {MERGES}"),
-        ((user("a"), answer("b"), answer("c")), f"messages[1] and messages[2] are both assistant turns: {MERGES}"),
-        ((system("s"), user("a"), answer("b")), MOVES),
-        ((system("s"), user("a"), user("b"), answer("c")), f"are both user turns: {MERGES} and {MOVES}"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "ways"), [
+    ((user("a"), user("b"), answer("c")), f"messages[0] and messages[1] are both user turns: {MERGES}"),
+    ((user("a"), answer("b"), answer("c")), f"messages[1] and messages[2] are both assistant turns: {MERGES}"),
+    ((system("s"), user("a"), answer("b")), MOVES),
+    ((system("s"), user("a"), user("b"), answer("c")), f"are both user turns: {MERGES} and {MOVES}"),
+])  # fmt: skip
 def test_a_row_that_the_template_refuses_is_told_the_options_that_help(make, messages, ways):
     template = ALTERNATE + TURN + DONE + ASK
     row = make(template).render(Chat("f:1", messages))
@@ -635,9 +580,8 @@ def test_a_call_that_is_written_otherwise_as_history_is_trained_whole(make, name
     renderer = make(WITH_ID.replace("END", end))
     for messages in (asked, (*asked, tool("42"), answer("a"))):
         row = renderer.render(Chat("f:1", messages, TOOLS))
-        assert row.untrained_turns == 0
         said = trained_texts(row)
-        assert said[0].startswith("<calls>[")
+        assert (row.untrained_turns, said[0][:8]) == (0, "<calls>[")
         assert said[0].rstrip().endswith(f"]</calls>{trained}")
         assert all(one.endswith(trained) for one in said)
 
@@ -702,9 +646,8 @@ MOVES_TEXT = (
 
 def test_the_text_of_a_calling_turn_that_is_moved_behind_the_result_can_be_left_out(make):
     """Gemma 4 writes call, result, text: the text of that turn stands where the next answer belongs."""
-    chat = Chat(
-        "f:1", (user("q"), answer("Let me see.", tool_calls=[call(place="here")]), tool("42"), answer("a")), TOOLS
-    )
+    asked = (user("q"), answer("Let me see.", tool_calls=[call(place="here")]), tool("42"), answer("a"))
+    chat = Chat("f:1", asked, TOOLS)
     said = make(MOVES_TEXT).render(chat)
     assert said.untrained_turns == 1
     assert "data.drop_text_beside_calls=true" in said.notes[0]
@@ -714,9 +657,7 @@ def test_the_text_of_a_calling_turn_that_is_moved_behind_the_result_can_be_left_
     assert (called.endswith("</call><|end|>"), said) == (True, "a<|im_end|>")
     # where no call is in the way, nothing is said
     assert make(MOVES_TEXT).render(Chat("f:2", (user("q"), answer("a")))).notes == ()
-
-
-def test_think_text_beside_a_call_stays_where_its_text_is_left_out():
+    # think text beside a call stays
     beside = answer("<think>hm</think>Let me see.", tool_calls=[call(place="here")], _given={"role": "assistant"})
     kept = drop_text_beside_calls((user("q"), beside, tool("42"), answer("<think>so</think>a")))
     assert [message["content"] for message in kept] == ["q", "<think>hm</think>", "42", "<think>so</think>a"]
@@ -768,8 +709,7 @@ def test_every_assistant_turn_is_trained_with_its_end_of_turn_or_the_last_one_or
     assert "<|im_start|>assistant\n[[one<|im_end|>]]" in format_row(row, tokenizer)
     assert trained(make(loss_on="completion")(Chat("f:1", TURNS)), tokenizer) == ["two<|im_end|>"]
     (text,) = trained(make(loss_on="all")(Chat("f:1", TURNS)), tokenizer)
-    assert text.startswith("<|im_start|>system\nyes<|im_end|>")
-    assert text.endswith("two<|im_end|>\n")
+    assert re.fullmatch(r"(?s)<\|im_start\|>system\nyes<\|im_end\|>.*two<\|im_end\|>\n", text)
 
 
 def test_split_makes_a_row_of_every_trained_turn_and_trains_only_that(tokenizer, make):
@@ -796,8 +736,7 @@ def test_a_row_is_cut_as_told_and_what_is_lost_is_counted(make, how):
 
 def test_a_row_whose_answer_lies_beyond_the_limit_is_a_bad_row(make):
     row = make(limit=8)(Chat("f:1", TURNS))
-    assert row.reason == LOST_TO_LENGTH
-    assert "the first trained one at" in row.detail
+    assert (row.reason, "the first trained one at" in row.detail) == (LOST_TO_LENGTH, True)
 
 
 def test_two_bos_tokens_are_never_trained(tokenizer):
@@ -871,10 +810,8 @@ def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_
     assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "<|im_end|>")
     first = next(at for at, label in enumerate(row.labels) if label != IGNORED)
     assert renderer.prompt_ids(chat) == row.input_ids[:first]
-    assert renderer.prompt_and_answer_ids(chat) == (
-        row.input_ids[:first],
-        [one for one in row.labels if one != IGNORED],
-    )
+    trained_ids = [one for one in row.labels if one != IGNORED]
+    assert renderer.prompt_and_answer_ids(chat) == (row.input_ids[:first], trained_ids)
 
 
 def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
@@ -903,15 +840,10 @@ def test_a_template_that_treats_special_tokens_in_texts_otherwise_is_refused_not
 
 # Real tokenizers.
 ENDS_OF_TOKENIZERS = {
-    "bundled/chatml": "<|im_end|>",
-    "bundled/pad_is_eos": "<|im_end|>",
-    "bundled/metaspace": "</s>",
-    "bundled/rebuilt": "<|end|>",
-    "Qwen2.5-Instruct": "<|im_end|>",
-    "SmolLM2": "<|im_end|>",
-    "Mistral-7B-Instruct-v0.3": "</s>",
-    "Phi-3-mini-4k-instruct": "<|end|>",
-}
+    "bundled/chatml": "<|im_end|>", "bundled/pad_is_eos": "<|im_end|>", "bundled/metaspace": "</s>",
+    "bundled/rebuilt": "<|end|>", "Qwen2.5-Instruct": "<|im_end|>", "SmolLM2": "<|im_end|>",
+    "Mistral-7B-Instruct-v0.3": "</s>", "Phi-3-mini-4k-instruct": "<|end|>",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", there(ENDS_OF_TOKENIZERS))
@@ -977,9 +909,8 @@ def conversations(draw: Any) -> Chat:
             if not draw(st.integers(0, 4)):
                 message["reasoning_content"] = drawn_text(draw, f"why{number}w")
             if not draw(st.integers(0, 3)):
-                message["tool_calls"] = [
-                    call(place=drawn_text(draw, f"place{number}{n}w"), count=n) for n in range(draw(st.integers(1, 2)))
-                ]
+                places = (drawn_text(draw, f"place{number}{n}w") for n in range(draw(st.integers(1, 2))))
+                message["tool_calls"] = [call(place=place, count=n) for n, place in enumerate(places)]
             if not draw(st.integers(0, 3)):
                 message["train"] = False
         if role == "tool":
@@ -1004,17 +935,10 @@ def judge_words(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...]) -> 
     messages, problem = rendered_form(tokenizer, chat, row)
     if problem:
         return problem
-    turns = [
-        index
-        for index, message in enumerate(chat.messages)
-        if message["role"] == "assistant" and message.get("train") is not False
-    ]
-    strange = [
-        span
-        for span in row.spans
-        if not any(begins(tokenizer, messages, index, chat.tools, row.text, span) for index in turns)
-    ]
-    return f"nothing is generated behind {row.text[: strange[0][0]]!r}" if strange else ""
+    for span in row.spans:
+        if not any(begins(tokenizer, messages, at, chat.tools, row.text, span) for at in to_train(chat)):
+            return f"nothing is generated behind {row.text[: span[0]]!r}"
+    return ""
 
 
 @pytest.mark.parametrize("name", there(REAL))
@@ -1045,17 +969,13 @@ def test_a_special_token_that_an_ordinary_merge_spells_is_plain_text_all_the_sam
     state = json.loads(raw.to_str())
     if as_text:  # older files write a merge as one text
         state["model"]["merges"] = [" ".join(pair) for pair in merges]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<s>", eos_token="</s>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}<s>{{ m.content }}\n{% else %}{{ m.content }}</s>{% endif %}"
-        "{% endfor %}"
-    )
+    whole = Tokenizer.from_str(json.dumps(state))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>")
+    turn = "{% if m.role == 'user' %}<s>{{ m.content }}\n{% else %}{{ m.content }}</s>{% endif %}"
+    tokenizer.chat_template = EACH + turn + DONE
     one = Renderer(tokenizer, DataConfig(), max_seq_len=100)
     row = one(Chat("f:1", (user("<s>hi</s>"), answer("hi <s>"))))
     ids = row.input_ids
     assert (ids.count(vocabulary["<s>"]), ids.count(vocabulary["</s>"])) == (1, 1)  # the template's own
-    assert ids[-1] == vocabulary["</s>"]
-    assert row.special_token_count == 3
+    assert (ids[-1], row.special_token_count) == (vocabulary["</s>"], 3)
     assert vocabulary["hi"] in ids  # other merges hold

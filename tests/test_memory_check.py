@@ -32,16 +32,12 @@ NOWHERE = 2**22 + 1
 
 def plan_json(*, on_gpu: bool) -> dict[str, Any]:
     sizes = {"allocated": 55 * GIB, "reserved": 59 * GIB, "margin": 5 * GIB, "outside_allocator": GIB, "host": 0}
-    sizes["required"] = 65 * GIB
     terms = {"weights": 40 * GIB, "loss_head": 15 * GIB, "adapters": 0}
     return {
-        "layout": "ddp" if on_gpu else "single",
-        "ranks": 2,
-        "micro_batch": 4,
-        "grad_accum": 2,
-        "peak_bytes": {**sizes, "terms": terms},
+        "layout": "ddp" if on_gpu else "single", "ranks": 2, "micro_batch": 4, "grad_accum": 2,
+        "peak_bytes": {**sizes, "required": 65 * GIB, "terms": terms},
         "hardware": {"gpus": [{"index": 0}, {"index": 1}] if on_gpu else []},
-    }
+    }  # fmt: skip
 
 
 def run_folder(output: Path, name: str, *, started: str = "2026-11-21T10:00:00", on_gpu: bool = True) -> RunFolder:
@@ -76,9 +72,8 @@ def machine(monkeypatch, tmp_path):
 
 
 def gpu(index: int, *held: GpuProcess, used: int, listed: bool = True) -> GpuStatus:
-    free = 80 * GIB - used
-    return GpuStatus(index, "NVIDIA H100", "NVIDIA", total_bytes=80 * GIB, used_bytes=used, free_bytes=free,
-                   processes=held if listed else None)  # fmt: skip
+    sizes = {"total_bytes": 80 * GIB, "used_bytes": used, "free_bytes": 80 * GIB - used}
+    return GpuStatus(index, "NVIDIA H100", "NVIDIA", **sizes, processes=held if listed else None)
 
 
 OTHER = os.getpid()
@@ -100,11 +95,9 @@ def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     assert not check.warnings  # 80 - 5 - 60 leaves 15 of a margin of 5
     text = format_memory_snapshot(check)
     assert text[0] == f"Run {folder.path}: 2 of 2 ranks on this machine, pid 11, 21"
-    row = next(line for line in text if line.startswith("  1 "))
-    assert row.split() == ["1", "1", "80.0", "30.00", "60.00", "5.00", "45.00"]
-    joined = "\n".join(text)
-    assert "55.0 GiB allocated (weights 40.0 GiB, loss head 15.0 GiB)" in joined  # no term of no bytes
-    assert "= 65.0 GiB needed" in joined
+    assert ["1", "1", "80.0", "30.00", "60.00", "5.00", "45.00"] in [line.split() for line in text]
+    for part in ("55.0 GiB allocated (weights 40.0 GiB, loss head 15.0 GiB)", "= 65.0 GiB needed"):
+        assert part in "\n".join(text)
     assert json.loads(json.dumps(dataclasses.asdict(check)))["gpus"][1]["others"][0]["pid"] == OTHER
 
 
@@ -229,10 +222,8 @@ def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_pat
     folder = run_folder(tmp_path / "out", "alone")
     process = training(folder, forks=2, RANK="")
     found = read_memory_snapshot(tmp_path / "out", {})
-    assert found.running
     (one,) = found.ranks
-    assert (one.pid, one.rank) == (process.pid, 0)
-    assert one.rss_bytes > 2**20
+    assert (found.running, one.pid, one.rank, one.rss_bytes > 2**20) == (True, process.pid, 0, True)
     assert found.said[0] == f"Run {folder.path}: 1 of 1 ranks on this machine, pid {process.pid}"
     end(process)
     assert not read_memory_snapshot(tmp_path / "out", {}, name="alone").running
@@ -257,10 +248,8 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
         lock_run(folder)
     end(process)
     assert lock_holder_pid(folder) is None
-    launcher = training(folder, PART=str(LAUNCHER))
-    assert lock_holder_pid(folder) == launcher.pid
-    writer = training(folder, PART=str(WRITER))
-    assert lock_holder_pid(folder) == writer.pid
+    for part in (LAUNCHER, WRITER):
+        assert training(folder, PART=str(part)).pid == lock_holder_pid(folder)
 
 
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
@@ -283,14 +272,12 @@ def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_
     assert read_memory_snapshot(tmp_path / "out", {}, name="b").folder == str(older.path)
 
 
-def test_the_command_shows_the_machine_and_answers_0(command, tmp_path, monkeypatch):
+def test_the_command_shows_the_machine_and_answers_0(succeed, tmp_path, monkeypatch):
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{name: a/b}}\ndata: {{train_path: x.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n")
-    code, printed = command("memory-check", "--config", str(config))
-    assert (code, "No run is in progress in" in printed) == (0, True)
+    assert "No run is in progress in" in succeed("memory-check", "--config", str(config))
     monkeypatch.setenv("JSON", "1")
-    code, printed = command("memory-check", "--config", str(config))
-    assert (code, json.loads(printed)["running"]) == (0, False)
+    assert json.loads(succeed("memory-check", "--config", str(config)))["running"] is False
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:  # Ctrl-C in the third one
@@ -299,6 +286,6 @@ def test_the_command_shows_the_machine_and_answers_0(command, tmp_path, monkeypa
             raise KeyboardInterrupt
 
     monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": pause})
-    code, printed = command("memory-check", "--config", str(config), "--watch")
-    assert (code, pauses) == (0, [machine_pages.REFRESH_S] * 3)
+    printed = succeed("memory-check", "--config", str(config), "--watch")
+    assert pauses == [machine_pages.REFRESH_S] * 3
     assert [json.loads(line)["running"] for line in printed.splitlines() if line.startswith("{")] == [False] * 3

@@ -26,27 +26,20 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
+from sft_play.planner import layout as layouts_of_runs
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import (
-    LAYOUT_NAMES,
-    MESH_AXES,
-    Layout,
-    Mesh,
-    PreviousRun,
-    context_parallel_layouts,
-    find_layouts,
-    parse_mesh,
-)
+from sft_play.planner.layout import LAYOUT_NAMES, MESH_AXES, Layout, Mesh, PreviousRun, find_layouts, parse_mesh
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import chosen
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED
 from tests.test_decisions import QUICK
-from tests.test_distributed import losses, shapes, start
+from tests.test_distributed import losses, shapes
+from tests.test_distributed import succeed as started
 
 QWEN, LLAMA = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B"
 
@@ -91,27 +84,19 @@ def test_ranks_share_rows_where_a_window_is_as_long_as_they_are():
     }  # fmt: skip
     for length, is_shared in ((4088, True), (4096, True), (4104, False)):
         config = config_from_text(f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x")
-        layouts = context_parallel_layouts(config, parse_model_shape(fields, name="m"), parse_hardware("4xH100"))
-        assert bool(layouts) == is_shared
+        shape, machine = parse_model_shape(fields, name="m"), parse_hardware("4xH100")
+        assert bool(layouts_of_runs.context_parallel_layouts(config, shape, machine)) == is_shared
 
 
-@pytest.mark.parametrize(
-    ("mesh", "layout"),
-    [
-        ([[1, 1], ["fsdp", "tp"]], Layout("single")),
-        ([[4, 1], ["fsdp", "tp"]], Layout("fsdp", 4, 4)),
-        ([[1, 4], ["fsdp", "tp"]], Layout("tp", 1, 1, 4)),
-        ([[2, 4], ["fsdp", "tp"]], Layout("fsdp_tp", 2, 2, 4)),
-        ([2, 4], Layout("fsdp_tp", 2, 2, 4)),
-        (8, Layout("fsdp", 8, 8)),
-        ([8], Layout("fsdp", 8, 8)),
-        ([[4], ["dp"]], Layout("ddp", 4)),
-        ([[2, 4], ["dp", "fsdp"]], Layout("fsdp_hybrid", 8, 4)),
-        ([[2, 2, 2], ["dp", "fsdp", "tp"]], Layout("fsdp_tp", 4, 2, 2)),
-        ([[1, 8], ["fsdp", "cp"]], Layout("fsdp_cp", 1, 8, context_parallel=8)),
-        ([[2, 2, 2], ["dp", "fsdp", "cp"]], Layout("fsdp_cp", 4, 4, context_parallel=2)),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "layout"), [
+    ([[1, 1], ["fsdp", "tp"]], Layout("single")), ([[4, 1], ["fsdp", "tp"]], Layout("fsdp", 4, 4)),
+    ([[1, 4], ["fsdp", "tp"]], Layout("tp", 1, 1, 4)), ([2, 4], Layout("fsdp_tp", 2, 2, 4)),
+    (8, Layout("fsdp", 8, 8)), ([8], Layout("fsdp", 8, 8)), ([[4], ["dp"]], Layout("ddp", 4)),
+    ([[2, 4], ["dp", "fsdp"]], Layout("fsdp_hybrid", 8, 4)),
+    ([[2, 2, 2], ["dp", "fsdp", "tp"]], Layout("fsdp_tp", 4, 2, 2)),
+    ([[1, 8], ["fsdp", "cp"]], Layout("fsdp_cp", 1, 8, context_parallel=8)),
+    ([[2, 2, 2], ["dp", "fsdp", "cp"]], Layout("fsdp_cp", 4, 4, context_parallel=2)),
+])  # fmt: skip
 def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
     count = layout.ranks
     plan = planned(run(mesh), f"{count}xH100")
@@ -124,18 +109,13 @@ def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
             planned(run(mesh), f"{other}xH100")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "problem"),
-    [
-        *((mesh, "[0-9] sizes, .* whole numbers from 1") for mesh in ([0, 1], [], -1, [[2, -1], ["fsdp", "tp"]])),
-        ([[2, 2], ["fsdp"]], "2 sizes, .* and 1 names"),
-        ([[2, 2], ["fsdp", "pp"]], "unknown axis"),
-        ([[2, 2], ["tp", "TP"]], "named twice|unknown axis"),
-        ([2, 2, 2], "3 sizes without names"),
-        ([[2, 2], ["dp", "tp"]], r"DDP cannot be combined with tp or cp; use \[\[2, 2\], \[fsdp, tp\]\]"),
-        ([[2, 2], ["tp", "cp"]], r"tp and cp cannot be combined; use \[\[4\], \[cp\]\]"),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "problem"), [
+    *((mesh, "[0-9] sizes, .* whole numbers from 1") for mesh in ([0, 1], [], -1, [[2, -1], ["fsdp", "tp"]])),
+    ([[2, 2], ["fsdp"]], "2 sizes, .* and 1 names"), ([[2, 2], ["fsdp", "pp"]], "unknown axis"),
+    ([[2, 2], ["tp", "TP"]], "named twice|unknown axis"), ([2, 2, 2], "3 sizes without names"),
+    ([[2, 2], ["dp", "tp"]], r"DDP cannot be combined with tp or cp; use \[\[2, 2\], \[fsdp, tp\]\]"),
+    ([[2, 2], ["tp", "cp"]], r"tp and cp cannot be combined; use \[\[4\], \[cp\]\]"),
+])  # fmt: skip
 def test_what_is_no_mesh_is_refused_with_what_to_write(mesh, problem):
     with pytest.raises(ConfigError, match=rf"^model\.mesh_shape=.*: {problem}"):
         planned(run(mesh), "4xH100")
@@ -150,23 +130,19 @@ def test_a_mesh_is_read_from_a_word_and_from_yaml_alike(tmp_path):
     assert [*found, load_config(file).config.model.mesh_shape] == [((2, 2), ("fsdp", "tp"))] * 4
 
 
-@pytest.mark.parametrize(
-    ("mesh", "config", "because"),
-    [
-        ([1, 8], {"mode": "qlora"}, "NF4 weights cannot be split"),
-        ([1, 8], {"tuning__lora__use_dora": True}, "DoRA"),
-        ([1, 8], {"name": QWEN}, "28 heads and 4 key heads do not split over 8 ranks"),
-        ([1, 4], {"name": "microsoft/phi-4", "mode": "full"}, "plan of phi3 models"),
-        ([1, 4], {"name": "Qwen/Qwen3-30B-A3B", "mode": "full"}, "plan of qwen3_moe models"),
-        ([1, 4], {"train__bf16": False, "train__fp16": True}, "loss scaling"),
-        ([1, 4], {"train__optim": "paged_adamw_8bit"}, "do not support sharded parameters"),
-        ([[1, 8], ["fsdp", "cp"]], {"name": QWEN}, "28 heads do not split over 8 ranks"),
-        ([[1, 4], ["fsdp", "cp"]], {"data__packing": "best_fit"}, "data.packing=none"),
-        ([[1, 4], ["fsdp", "cp"]], {"name": "google/gemma-3-4b-it", "mode": "full"}, "see only a window"),
-        ([[1, 4], ["fsdp", "cp"]], {"model__attn_implementation": "eager"}, "sdpa attention only"),
-        ([[1, 2], ["fsdp", "cp"]], {"name": "google/gemma-2-2b-it", "mode": "full"}, "sdpa attention only"),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "config", "because"), [
+    ([1, 8], {"mode": "qlora"}, "NF4 weights cannot be split"), ([1, 8], {"tuning__lora__use_dora": True}, "DoRA"),
+    ([1, 8], {"name": QWEN}, "28 heads and 4 key heads do not split over 8 ranks"),
+    ([1, 4], {"name": "microsoft/phi-4", "mode": "full"}, "plan of phi3 models"),
+    ([1, 4], {"name": "Qwen/Qwen3-30B-A3B", "mode": "full"}, "plan of qwen3_moe models"),
+    ([1, 4], {"train__bf16": False, "train__fp16": True}, "loss scaling"),
+    ([1, 4], {"train__optim": "paged_adamw_8bit"}, "do not support sharded parameters"),
+    ([[1, 8], ["fsdp", "cp"]], {"name": QWEN}, "28 heads do not split over 8 ranks"),
+    ([[1, 4], ["fsdp", "cp"]], {"data__packing": "best_fit"}, "data.packing=none"),
+    ([[1, 4], ["fsdp", "cp"]], {"name": "google/gemma-3-4b-it", "mode": "full"}, "see only a window"),
+    ([[1, 4], ["fsdp", "cp"]], {"model__attn_implementation": "eager"}, "sdpa attention only"),
+    ([[1, 2], ["fsdp", "cp"]], {"name": "google/gemma-2-2b-it", "mode": "full"}, "sdpa attention only"),
+])  # fmt: skip
 def test_a_mesh_that_cannot_run_the_job_is_refused_before_anything_loads(mesh, config, because):
     count = math.prod(mesh[0] if isinstance(mesh[0], list) else mesh)
     with pytest.raises(ConfigError, match=rf"{because}.*; use \[\[{count}\], \[fsdp\]\], or null"):
@@ -190,31 +166,23 @@ def test_the_types_that_are_divided_are_those_of_transformers():
 def found(request, tmp_path_factory) -> dict[str, Any]:
     """What two ranks found (tests/ranks_mesh.py)."""
     kinds = json.dumps(chosen(request, "divided"))
-    found: dict[str, Any] = found_by_ranks("tests.ranks_mesh", kinds, folder=tmp_path_factory.mktemp("mesh"))
-    return found
+    return found_by_ranks("tests.ranks_mesh", kinds, folder=tmp_path_factory.mktemp("mesh"))
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize(
-    "divided",
-    [
-        pytest.param(kind, marks=[] if kind in ("llama", "qwen3") else [pytest.mark.slow])
-        for kind in sorted(TENSOR_PARALLEL_TYPES)
-    ],
-)
+@pytest.mark.parametrize("divided", [
+    pytest.param(kind, marks=[] if kind in ("llama", "qwen3") else [pytest.mark.slow])
+    for kind in sorted(TENSOR_PARALLEL_TYPES)
+])  # fmt: skip
 def test_a_model_of_two_parts_has_the_loss_and_gradients_of_the_whole_one(found, divided, mode):
     one = found["divided"][f"{divided} {mode}"]
     assert one["loss"] < 1e-6
     assert one["gradients"] < 2e-5
     assert one["held"] < 0.65  # embedding and head are whole on both
-
-
-@pytest.mark.build
-def test_parts_in_bf16_are_as_far_from_the_whole_as_bf16_rounds(found):
-    one = found["divided"]["qwen3 full bf16"]
-    assert one["loss"] < 2**-8
-    assert one["gradients"] < 0.05
+    in_bf16 = found["divided"]["qwen3 full bf16"]  # is as far from the whole as bf16 rounds
+    assert in_bf16["loss"] < 2**-8
+    assert in_bf16["gradients"] < 0.05
 
 
 @pytest.mark.build
@@ -282,9 +250,8 @@ def test_offloaded_checkpoints_leave_the_gpu_for_the_hosts_ram():
 
 @pytest.mark.parametrize("seed", [1, 2, 7])
 def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
-    draw = random.Random(seed)
+    draw, chosen = random.Random(seed), set()
     counts = [2, 3, 4, 6, 8, *(8 * nodes for nodes in (2, 3, 16, 128))]
-    chosen = set()
     for count in draw.sample(counts, 5):
         machine = parse_hardware(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100,network=3200Gbps")
         mode = draw.choice(["full", "lora", "qlora"])
@@ -325,21 +292,14 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 def alone(world) -> dict[str, dict[str, Any]]:
     found = {}
     for mode in ("full", "lora"):
-        started(world, "train", *words(world, mode), f"output.name=alone-{mode}")
+        started(world, "train", *words(mode), f"output.name=alone-{mode}")
         folder = world / "outputs" / f"alone-{mode}"
         found[mode] = {"losses": losses(folder), "summary": summary_of(folder)}
     return found
 
 
-def started(world: Path, command: str, *given: str, **variables: str) -> str:
-    answer = start(world, command, *given, **variables)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
-
-
-def words(world: Path, mode: str) -> list[str]:
-    asked = ["eval.generate_rows=3", "eval.max_new_tokens=4"]
-    return ["--config", f"{world}/run.yaml", f"tuning.mode={mode}", *asked]
+def words(mode: str) -> list[str]:
+    return [f"tuning.mode={mode}", "eval.generate_rows=3", "eval.max_new_tokens=4"]
 
 
 def summary_of(run: Path) -> Any:
@@ -347,22 +307,18 @@ def summary_of(run: Path) -> Any:
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(
-    ("mode", "mesh", "layout", "ranks"),
-    [
-        ("lora", "[[1,2],[fsdp,tp]]", "tp", 2),
-        ("full", "[[1,2],[fsdp,cp]]", "fsdp_cp", 2),
-        pytest.param("full", "[[2,2],[fsdp,tp]]", "fsdp_tp", 4, marks=pytest.mark.slow),
-        pytest.param("lora", "[[2,2],[fsdp,cp]]", "fsdp_cp", 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("mode", "mesh", "layout", "ranks"), [
+    ("lora", "[[1,2],[fsdp,tp]]", "tp", 2), ("full", "[[1,2],[fsdp,cp]]", "fsdp_cp", 2),
+    pytest.param("full", "[[2,2],[fsdp,tp]]", "fsdp_tp", 4, marks=pytest.mark.slow),
+    pytest.param("lora", "[[2,2],[fsdp,cp]]", "fsdp_cp", 4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_mesh_trains_what_one_process_trains_stopped_and_resumed(world, alone, mode, mesh, layout, ranks):
     """`make train` with a mesh of several processes is a launch; resumed, it has the ranks that it had."""
     from tests.test_going_on import logits
 
     name = f"{layout}-{mode}"
-    asked = [*words(world, mode), f"model.mesh_shape={mesh}"]
-    printed = started(world, "train", *asked, f"output.name={name}", "train.stop_after_steps=2")
+    asked = [*words(mode), f"model.mesh_shape={mesh}"]
+    printed = started(world, "train", *asked, f"output.name={name}", "train.stop_after_steps=2").stdout
     assert re.search(f"Engine: {layout} proved: the model is a FSDP.* over {ranks} ranks", printed)
     started(world, "resume", *asked, RUN=name)
     folder = world / "outputs" / name
@@ -386,7 +342,7 @@ def test_a_mesh_trains_what_one_process_trains_stopped_and_resumed(world, alone,
 @pytest.mark.parametrize(("mode", "mesh"), [("full", "[[1,2],[fsdp,tp]]"), ("lora", "[[1,2],[fsdp,cp]]")])
 def test_a_mesh_in_bf16_is_resumed_by_one_process(world, mode, mesh):
     name = f"bf16-{mode}"
-    asked = [*words(world, mode), "train.bf16=true"]
+    asked = [*words(mode), "train.bf16=true"]
     started(world, "train", *asked, f"model.mesh_shape={mesh}", f"output.name={name}", "train.stop_after_steps=3")
     started(world, "resume", *asked, RUN=name, NPROC="1")
     started(world, "train-distributed", *asked, f"output.name={name}-fsdp", STRATEGY="fsdp", NPROC="2")
@@ -437,21 +393,17 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
     assert kinds == {"too few", "cpu", "fewer", "all"}
 
 
-def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(tmp_path, tiny_llama, monkeypatch, command):
+def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(tmp_path, tiny_llama, monkeypatch, succeed):
     words = ["--config", str(uneven_run(tmp_path, tiny_llama)), "tuning.mode=lora", "model.mesh_shape=[[2],[dp]]"]
     monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: cpu(1))
-    code, said = command("plan", "--json", *words)
-    assert code == 0, said
-    plan = json.loads(said.splitlines()[0])
+    plan = json.loads(succeed("plan", "--json", *words).splitlines()[0])
     assert (plan["ranks"], plan["layout"]) == (2, "ddp")
-    code, said = command("check", *words)
-    assert code == 0, said
-    assert "ddp on the CPU" in said
+    assert "ddp on the CPU" in succeed("check", *words)
 
 
 @pytest.mark.build
 def test_a_mesh_that_does_not_match_its_launch_is_refused(world, command, monkeypatch):
-    asked = [*words(world, "lora"), "model.mesh_shape=[[2,2],[fsdp,tp]]", "output.name=never"]
+    asked = ["--config", f"{world}/run.yaml", *words("lora"), "model.mesh_shape=[[2,2],[fsdp,tp]]", "output.name=never"]
     for processes, strategy, said in (("2", "", "a mesh of 4 processes"), ("4", "ddp", "is another layout")):
         monkeypatch.setenv("NPROC", processes)
         monkeypatch.setenv("STRATEGY", strategy)
@@ -506,5 +458,6 @@ def test_fsdp_in_a_file_of_accelerate_is_the_mesh_of_the_run(world, tmp_path, co
     plain = tmp_path / "fsdp.yaml"
     plain.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
     monkeypatch.setenv("ACCELERATE_CONFIG", str(plain))
-    code, printed = command("launch-command", *words(world, "lora"), "output.name=never", "model.mesh_shape=[1,2]")
+    asked = ["--config", f"{world}/run.yaml", *words("lora"), "output.name=never", "model.mesh_shape=[1,2]"]
+    code, printed = command("launch-command", *asked)
     assert (code, "Choice: tp " in printed) == (0, True), printed

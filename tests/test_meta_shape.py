@@ -44,17 +44,18 @@ def config_of(kind):
     return {"model_type": kind, **SMALL, **UNKNOWN[kind]}
 
 
-def test_a_measured_shape_is_remembered_by_config_and_versions(tmp_path, monkeypatch):
-    def again(config, **options):
-        pytest.fail("measured again")
+def measured_again(config, **options):
+    pytest.fail("measured again")
 
+
+def test_a_measured_shape_is_remembered_by_config_and_versions(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     config = config_of("jamba")
     first = cached_shape(config, name="m")
     assert first == measure_shape_on_meta(config, name="m")
     (file,) = (tmp_path / "shapes").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(meta_shape, "measure_shape_on_meta", again)
+        patch.setattr(meta_shape, "measure_shape_on_meta", measured_again)
         assert cached_shape(config, name="m") == first
         assert cached_shape(config, name="n").name == "n"
         for changed, options in (({"vocab_size": 512}, {}), ({}, {"trust_remote_code": True})):
@@ -62,7 +63,7 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(tmp_path, monkeyp
                 cached_shape({**config, **changed}, name="m", **options)
     file.write_text('{"name": "m"}')
     assert cached_shape(config, name="m") == first
-    monkeypatch.setattr(meta_shape, "measure_shape_on_meta", again)
+    monkeypatch.setattr(meta_shape, "measure_shape_on_meta", measured_again)
     monkeypatch.setattr("sft_play.machine.software.installed_version", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         cached_shape(config, name="m")
@@ -110,7 +111,7 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     assert trace_config_of(StepSettings(model=read)).time_step_limit[1] == float("inf")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     first = cached_shape(read, name="m")
-    monkeypatch.setattr(meta_shape, "measure_shape_on_meta", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(meta_shape, "measure_shape_on_meta", measured_again)
     assert cached_shape(read, name="m") == first
 
 
@@ -118,60 +119,55 @@ def test_experts_and_routers_are_no_linear_layers():
     experts = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
     shape = measure_shape_on_meta({"model_type": "qwen3_moe", **SMALL, **experts}, name="m")
     # 4 experts of gate, up and down, 64 x 32 each, in each of 4 blocks
-    assert shape.expert_params == 4 * 4 * 3 * 64 * 32
-    assert shape.layers[0].router_params == 4 * 64
+    assert (shape.expert_params, shape.layers[0].router_params) == (4 * 4 * 3 * 64 * 32, 4 * 64)
     assert {linear.name for linear in shape.commonest_kind.linears} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert (shape.num_experts, shape.experts_per_token, shape.layers[0].expert_width) == (4, 2, 32)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "no-such-type", **SMALL}, "transformers cannot build its class"),
-        ({"model_type": "jamba", "hidden_size": "x"}, 'hidden_size: "x"'),
-        ({"model_type": "jamba", **SMALL, "attn_layer_period": "x"}, "transformers cannot"),
-        ({"model_type": "jamba", **SMALL, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs"),
-        ({"model_type": "gemma4", "text_config": {**SMALL, "hidden_size": -64}}, "hidden_size: -64"),
-        ({"model_type": "t5", "d_model": 64}, "an encoder with a decoder"),
-        ({"model_type": "chameleon", **SMALL}, "does not know as a causal language model"),
-        ({"model_type": "idefics", **SMALL}, "blocks read an image in every pass"),
-        ({"model_type": "reformer", **SMALL}, "rows of one length alone"),
-        ([], "holds a list"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    ({"model_type": "no-such-type", **SMALL}, "transformers cannot build its class"),
+    ({"model_type": "jamba", "hidden_size": "x"}, 'hidden_size: "x"'),
+    ({"model_type": "jamba", **SMALL, "attn_layer_period": "x"}, "transformers cannot"),
+    ({"model_type": "jamba", **SMALL, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs"),
+    ({"model_type": "gemma4", "text_config": {**SMALL, "hidden_size": -64}}, "hidden_size: -64"),
+    ({"model_type": "t5", "d_model": 64}, "an encoder with a decoder"),
+    ({"model_type": "chameleon", **SMALL}, "does not know as a causal language model"),
+    ({"model_type": "idefics", **SMALL}, "blocks read an image in every pass"),
+    ({"model_type": "reformer", **SMALL}, "rows of one length alone"), ([], "holds a list"),
+])  # fmt: skip
 def test_what_cannot_be_built_gives_one_message(config, message):
     with pytest.raises(ModelError, match=message) as caught:
         measure_shape_on_meta(config, name="m")
     assert "\n" not in str(caught.value)
 
 
+MINE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+class MyConfig(PreTrainedConfig):
+    model_type = "my-own"
+    width: int = 8
+class MyLM(PreTrainedModel):
+    config_class = MyConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(16, config.width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(config.width, config.width) for _ in range(3))
+        self.head = torch.nn.Linear(config.width, 16, bias=False)
+        self.post_init()
+    get_input_embeddings = lambda self: self.embed
+    get_output_embeddings = lambda self: self.head
+"""
+
+
 def test_custom_code_is_not_run_unless_it_is_allowed(tmp_path):
     config = {"model_type": "my-own", "auto_map": {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyLM"}}
     (tmp_path / "config.json").write_text(json.dumps({**config, "width": 8}))
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "from transformers import PreTrainedConfig, PreTrainedModel\n"
-        "class MyConfig(PreTrainedConfig):\n"
-        "    model_type = 'my-own'\n"
-        "    width: int = 8\n"
-        "class MyLM(PreTrainedModel):\n"
-        "    config_class = MyConfig\n"
-        "    def __init__(self, config):\n"
-        "        super().__init__(config)\n"
-        "        self.embed = torch.nn.Embedding(16, config.width)\n"
-        "        self.layers = torch.nn.ModuleList(torch.nn.Linear(config.width, config.width) for _ in range(3))\n"
-        "        self.head = torch.nn.Linear(config.width, 16, bias=False)\n"
-        "        self.post_init()\n"
-        "    def get_input_embeddings(self):\n"
-        "        return self.embed\n"
-        "    def get_output_embeddings(self):\n"
-        "        return self.head\n"
-    )
+    (tmp_path / "mine.py").write_text(MINE)
     with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
         measure_shape_on_meta(config, name=str(tmp_path))
     shape = measure_shape_on_meta(config, name=str(tmp_path), trust_remote_code=True)
-    assert shape.params == 16 * 8 + 3 * (8 * 8 + 8) + 16 * 8
-    assert shape.num_layers == 3
+    assert (shape.params, shape.num_layers) == (16 * 8 + 3 * (8 * 8 + 8) + 16 * 8, 3)
 
 
 @pytest.mark.build

@@ -30,21 +30,16 @@ def check_whole(cut: RowAssignment, count: int, ranks: int) -> None:
     assert all(len(each) == ranks and any(each) for each in cut)
 
 
-def places(batch: Sequence[int], lengths: Sequence[int]) -> int:
-    return len(batch) * max((lengths[row] for row in batch), default=0)
-
-
 @pytest.mark.parametrize("seed", range(25))
 def test_padded_micro_batches_hold_every_row_once_within_their_tokens(seed):
     lengths, tokens, overhead, ranks = drawn(seed)
     cut = MicroBatches(1, tokens=tokens, overhead=overhead).assign_rows(lengths, ranks=ranks)
     check_whole(cut, len(lengths), ranks)
-    assert all(places(batch, lengths) <= tokens for each in cut for batch in each)
-    order = [row for each in cut for batch in each for row in batch]
+    batches = [batch for each in cut for batch in each if batch]
+    assert max(len(batch) * max(lengths[row] for row in batch) for batch in batches) <= tokens
+    order = list(itertools.chain(*batches))
     assert order == sorted(order)  # neighbours by length share a pass
-    for each in cut:
-        sizes = [len(batch) for batch in each]
-        assert max(sizes) - min(sizes) <= 1
+    assert all(max(map(len, each)) - min(map(len, each)) <= 1 for each in cut)
 
 
 def cost(cut: RowAssignment, lengths: Sequence[int], overhead: int, ranks: int) -> int:
@@ -57,14 +52,13 @@ def test_no_other_cut_of_sorted_rows_costs_less(seed):
     lengths = sorted((draw.randint(2, 90) for _ in range(draw.randint(1, 9))), reverse=True)
     tokens, overhead, ranks = 90 * draw.randint(1, 3), draw.choice([0, 20, 200]), draw.choice([1, 2])
     found = MicroBatches(1, tokens=tokens, overhead=overhead).assign_rows(lengths, ranks=ranks)
-    best = None
+    costs = []
     for ends in itertools.product([False, True], repeat=len(lengths) - 1):  # every way to cut
         borders = [0, *(place for place, cuts in enumerate(ends, start=1) if cuts), len(lengths)]
-        parts = list(itertools.pairwise(borders))
-        if all(-(-(last - first) // ranks) * lengths[first] <= tokens for first, last in parts):
-            total = sum(overhead + -(-(last - first) // ranks) * lengths[first] for first, last in parts)
-            best = total if best is None else min(best, total)
-    assert cost(found, lengths, overhead, ranks) == best
+        sizes = [-(-(last - first) // ranks) * lengths[first] for first, last in itertools.pairwise(borders)]
+        if max(sizes) <= tokens:
+            costs.append(sum(overhead + size for size in sizes))
+    assert cost(found, lengths, overhead, ranks) == min(costs)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -98,7 +92,6 @@ def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(se
     draw = random.Random(seed)
     lengths = [draw.randint(5, 400) for _ in range(draw.randint(1, 700))]
     rows = summarize_row_tokens(Counter(lengths), limit=512)
-    assert rows is not None
     assert (rows.longest, rows.rows) == (max(lengths), len(lengths))
     assert rows.mean == pytest.approx(sum(lengths) / len(lengths))
     assert sum(length <= rows.p95 for length in lengths) >= 0.95 * len(lengths)
@@ -119,16 +112,13 @@ def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(se
 def test_a_step_that_takes_every_row_is_counted_by_hand(plan, ranks, monkeypatch):
     lengths = [80, 70, 60, 50, 40, 30, 20, 10]
     rows = summarize_row_tokens(Counter(lengths), limit=512)
-    assert rows is not None
     fullest: list[tuple[int, float]] = []  # tokens and length of a row, by the fullest rank of each micro step
     for micro_step in plan.assign_rows(lengths, ranks=ranks):
         batches = [[lengths[index] for index in batch] for batch in micro_step if batch]
         if plan.padded:
-            batch = max(batches, key=lambda some: len(some) * max(some))
-            fullest.append((len(batch) * max(batch), max(batch)))
+            fullest.append(max((len(batch) * max(batch), max(batch)) for batch in batches))
         else:
-            batch = max(batches, key=sum)
-            fullest.append((sum(batch), sum(one**2 for one in batch) / sum(batch)))
+            fullest.append(max((sum(batch), sum(one**2 for one in batch) / sum(batch)) for batch in batches))
     monkeypatch.setattr(batching, "_MAX_SAMPLED_ROWS", 8 // ranks)  # of each rank: all rows are drawn
     found = average_micro_steps(rows, plan, effective_batch=8, ranks=ranks)
     total = sum(tokens for tokens, _ in fullest)
@@ -139,16 +129,11 @@ def test_a_step_that_takes_every_row_is_counted_by_hand(plan, ranks, monkeypatch
 
 def test_another_limit_cuts_the_lengths_or_makes_them_unknown():
     rows = summarize_row_tokens(Counter([100, 300, 512]), limit=512, held_out=80)
-    assert rows is not None
-    assert rows.limited_to(512) is rows
-    assert rows.limited_to(1024) is None  # a row was cut at 512, perhaps
+    assert (rows.limited_to(512) is rows, rows.limited_to(1024)) == (True, None)  # a row was cut at 512, perhaps
     shorter = rows.limited_to(256)
-    assert shorter is not None
     assert (shorter.longest, shorter.p95, shorter.held_out, shorter.mean) == (256, 256, 80, pytest.approx(204))
     loose = summarize_row_tokens(Counter([100, 300]), limit=512, held_out=400)
-    assert loose is not None
-    assert loose.limited_to(4096) is loose
-    assert loose.longest_row == 400
+    assert (loose.limited_to(4096) is loose, loose.longest_row) == (True, 400)
     assert TypeAdapter(type(rows)).validate_json(json.dumps(dataclasses.asdict(rows))) == rows
     assert summarize_row_tokens({}, limit=512) is None
 

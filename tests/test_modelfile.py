@@ -11,11 +11,10 @@ from benchmarks.starter_base import CHAT_TEMPLATE
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import ChatTemplate
 from sft_play.errors import TokenizerError
+from sft_play.finished.export import export
 from sft_play.finished.export.checks import probe_conversations
 from sft_play.finished.export.export import (
-    TemplateParts,
     UnsupportedTemplateError,
-    format_modelfile,
     go_template,
     learn_template_parts,
     render_as_ollama,
@@ -91,34 +90,29 @@ def test_a_bos_that_the_engine_writes_is_left_out_wherever_it_stands():
 
 
 def test_a_default_system_prompt_is_written_where_none_is_given():
-    render = renderer(
-        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
-        + BUILT_IN_TEMPLATES["chatml"]
-    )
+    default = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    render = renderer(default + BUILT_IN_TEMPLATES["chatml"])
     template = go_template(learn_template_parts(render))
     said = [{"role": "user", "content": "hi"}]
     for messages in (said, [{"role": "system", "content": "Be brief."}, *said]):
         assert evaluate(template, messages) == render(messages)
-    text = format_modelfile("a.gguf", template, stops=["<|im_end|>"], context=64)
+    text = export.format_modelfile("a.gguf", template, stops=["<|im_end|>"], context=64)
     assert text.startswith("FROM ./a.gguf\nTEMPLATE ")
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 64\n' in text
     with pytest.raises(TokenizerError, match="ends a text"):
-        format_modelfile("a.gguf", 'a """ b', stops=[], context=64)
+        export.format_modelfile("a.gguf", 'a """ b', stops=[], context=64)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        BUILT_IN_TEMPLATES["chatml"].replace("'<|im_start|>'", "loop.index | string + '<|im_start|>'"),
-        BUILT_IN_TEMPLATES["chatml"].replace("message['content']", "message['content'] + message['content']"),
-        "{% for message in messages | reverse %}{{ message.role + message.content }}{% endfor %}",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    BUILT_IN_TEMPLATES["chatml"].replace("'<|im_start|>'", "loop.index | string + '<|im_start|>'"),
+    BUILT_IN_TEMPLATES["chatml"].replace("message['content']", "message['content'] + message['content']"),
+    "{% for message in messages | reverse %}{{ message.role + message.content }}{% endfor %}",
+])  # fmt: skip
 def test_a_template_that_numbers_repeats_or_turns_the_turns_is_refused(source):
     with pytest.raises(UnsupportedTemplateError):
         learn_template_parts(renderer(source))
 
 
 def test_braces_of_a_template_are_written_as_text():
-    template = go_template(TemplateParts("{{u}}", "|{{a}}", "|", "|>"))
+    template = go_template(export.TemplateParts("{{u}}", "|{{a}}", "|", "|>"))
     assert evaluate(template, [{"role": "user", "content": "a"}]) == "{{u}}a|>"

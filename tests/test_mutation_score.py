@@ -27,16 +27,11 @@ def test_each_decision_is_changed_once_and_words_are_left():
     found = find_mutants("sft_play/planner/x.py", SOURCE)
     changes = {(mutant.before, mutant.after) for mutant in found}
     assert changes == {
-        ("len(items) > most and not items[0]", "(len(items) > most or not items[0])"),
-        ("len(items) > most", "(len(items) >= most)"),
-        ("len(items) > most", "(len(items) <= most)"),
-        ("not items[0]", "(items[0])"),
-        ("0", "1"),
-        ("max(items) if items else most // 2", "(most // 2 if items else max(items))"),
-        ("max(items)", "(min(items))"),
-        ("most // 2", "(most * 2)"),
-        ("2", "3"),
-    }
+        ("len(items) > most and not items[0]", "(len(items) > most or not items[0])"), ("not items[0]", "(items[0])"),
+        ("len(items) > most", "(len(items) >= most)"), ("len(items) > most", "(len(items) <= most)"), ("0", "1"),
+        ("max(items) if items else most // 2", "(most // 2 if items else max(items))"), ("max(items)", "(min(items))"),
+        ("most // 2", "(most * 2)"), ("2", "3"),
+    }  # fmt: skip
     verdicts = [MutantVerdict(mutant, "killed" if mutant.kind == "choice" else "survived") for mutant in found]
     assert (score(verdicts)["killed"], score(verdicts)["mutants"]) == (1, len(found))
     for mutant in found:

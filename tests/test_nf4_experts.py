@@ -31,10 +31,11 @@ from sft_play.training.model import nf4_experts
 from sft_play.training.model.model_loading import _build_empty_model, load_model
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 from sft_play.training.prepare.model_spec import build_model_spec
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 from tests.models import make_tokenizer
 from tests.test_distributed import losses, start
 from tests.test_experts import ONE_BLOCK, sizes
+from tests.test_train import assert_same_bits, weights
 
 FP32, BF16 = Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", "")
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -66,13 +67,12 @@ def saved(folder: Path, kind: str, seed: int = 0, **changes) -> Path:
     return folder
 
 
-def run(folder: Path | str, *, mode: str = "qlora", **lora) -> object:
-    text = {"model": {"name": str(folder), "max_seq_len": 64}, "tuning": {"mode": mode, "lora": lora}}
+def run(folder: Path | str, max_seq_len: int = 64, **tuning) -> object:
+    text = {"model": {"name": str(folder), "max_seq_len": max_seq_len}, "tuning": tuning}
     return config_from_text(json.dumps(text), name="run")
 
 
-def loaded(folder: Path, precision: Precision = FP32):
-    config = run(folder)
+def loaded(config: object, precision: Precision = FP32):
     spec = build_model_spec(config, precision, tokenizer_size=400)
     return load_model(config, precision, spec, device="cpu"), spec
 
@@ -90,7 +90,7 @@ def trained(world: Path, *words: str, command: str = "train", **variables: str) 
 def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(tmp_path, kind, precision):
     """Bytes are the plan's; the logits are those of a plain model whose experts were rounded to NF4 and back."""
     folder = saved(tmp_path / "base", kind, **ONE_BLOCK if kind == "qwen3_moe" else {})
-    model, spec = loaded(folder, precision)
+    model, spec = loaded(run(folder), precision)
     dtype = getattr(torch, precision.load)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=spec.attention.name)
     plain.config._experts_implementation = model.config._experts_implementation
@@ -111,7 +111,7 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
     assert found == sum(kind.count * (one.weights // 2) for kind in layers for one in kind.expert_weights)
     ids = torch.randint(0, 400, (2, 12))
     with torch.no_grad():
-        ours, theirs = model(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
+        ours, theirs = (one(input_ids=ids).logits.float() for one in (model, plain))
     assert (ours - theirs).norm() <= (1e-6 if precision is FP32 else 2e-2) * theirs.norm()
 
 
@@ -133,7 +133,7 @@ def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
         return plain(weight, storage)
 
     monkeypatch.setattr(nf4_experts, "pack_nf4", watched)
-    model, _ = loaded(folder)
+    model, _ = loaded(run(folder))
     assert len(counts) == sum(1 for _ in stacked_experts(model)) > 4
     assert max(counts) <= 2  # itself, and its contiguous copy
 
@@ -168,7 +168,7 @@ def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
     stacks = [one.weights for kind in shape.layers for one in kind.expert_weights]
     beside = STACKING_COPIES * 2 * max(stacks)
     assert sum(loading_terms(walk).values()) == walk.resident.weights + max(beside, 4 * walk.trained_parameters.params)
-    with_experts = run(QWEN, target_parameters="auto").tuning.lora
+    with_experts = run(QWEN, lora={"target_parameters": "auto"}).tuning.lora
     more = adapter_params(shape, with_experts) - adapter_params(shape, config.tuning.lora)
     pairs = [(kind.count, one) for kind in shape.layers for one in kind.expert_weights]
     assert more == sum(count * 16 * one.experts * (one.inputs + one.outputs) for count, one in pairs)
@@ -192,15 +192,10 @@ def test_packed_bytes_are_those_of_every_matrix(seed):
 def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     saved(folder / "base", "qwen3_moe", num_experts=4, moe_intermediate_size=32, mlp_only_layers=[])
-    rows = [chat(f"q {i}", " ".join(["word"] * (5 + i % 7))) for i in range(16)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {folder}/base, max_seq_len: 128}}\n"
-        "tuning: {mode: qlora, lora: {target_parameters: auto}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl}}\n"
-        "train: {effective_batch_size: 4, max_steps: 6, save_steps: 2, learning_rate: 1e-2, report_to: []}\n"
-        f"output: {{dir: {folder}/outputs}}\n"
-    )
+    rows = write_rows(folder / "rows.jsonl", (chat(f"q {i}", " ".join(["word"] * (5 + i % 7))) for i in range(16)))
+    tuning = {"mode": "qlora", "lora": {"target_parameters": "auto"}}
+    train = {"effective_batch_size": 4, "max_steps": 6, "save_steps": 2, "learning_rate": 1e-2}
+    write_run(folder, folder / "base", rows, model={"max_seq_len": 128}, tuning=tuning, train=train)
     return folder
 
 
@@ -216,9 +211,7 @@ def alone(world) -> Path:
 def test_a_broken_run_is_resumed_bit_by_bit(world, alone):
     trained(world, "output.name=broken", "train.stop_after_steps=3")
     broken = trained(world, command="resume", RUN="broken")
-    first, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (alone, broken))
-    assert first.keys() == other.keys()
-    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert_same_bits(weights(alone), weights(broken))
 
 
 @pytest.mark.build
@@ -240,7 +233,7 @@ def test_plain_peft_takes_the_adapter_and_the_merge_equals_it(world, alone):
 @pytest.mark.build
 def test_every_expert_that_saw_a_token_has_a_gradient(world):
     """The adapter's factors of an expert: B's has one where a token came by, A's as soon as B is not zero."""
-    model, _ = loaded(world / "base")
+    model, _ = loaded(run(world / "base"))
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_parameters=["gate_up_proj", "down_proj"], target_modules=[])
     model = get_peft_model(model, config)
     with torch.no_grad():
@@ -277,14 +270,10 @@ def test_two_ranks_lose_what_one_process_does(world, alone, strategy):
 def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision):
     """`tuning.quantize_experts: false`: weights of the base bit for bit beside 4-bit layers, and the plan's bytes."""
     folder = saved(tmp_path / "base", "qwen3_moe", **ONE_BLOCK)
-    text = {"model": {"name": str(folder), "max_seq_len": 64}, "tuning": {"quantize_experts": False}}
-    config = config_from_text(json.dumps(text), name="run")
-    spec = build_model_spec(config, precision, tokenizer_size=400)
-    model = load_model(config, precision, spec, device="cpu")
+    config = run(folder, quantize_experts=False)
+    model, spec = loaded(config, precision)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision.load))
-    pairs = list(zip(stacked_experts(model), stacked_experts(plain), strict=True))
-    assert pairs
-    for (path, module, name), (_, other, _) in pairs:
+    for (path, module, name), (_, other, _) in zip(stacked_experts(model), stacked_experts(plain), strict=True):
         assert torch.equal(getattr(module, name), getattr(other, name)), path
     assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
     shape, packed = load_run_model_shape(config), load_model_shape(str(folder))
@@ -324,8 +313,7 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
 def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
     fields = {**small("qwen3_moe"), "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16,
               "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
-    text = {"model": {"name": "m", "max_seq_len": 128}, "tuning": {"quantize_experts": quantize}}
-    config = config_from_text(json.dumps(text), name="run")
+    config = run("m", 128, quantize_experts=quantize)
     shape = load_planned_shape(fields, name="m")
     shape = shape if quantize == "auto" else shape.without_packed_experts()
     step = Step(4, 1, 128, masks=False, saves=False, checkpointed_layers=checkpointed)
@@ -334,36 +322,29 @@ def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
     assert estimate_memory(config, shape, BF16, step).allocated == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("tuning", "key"),
-    [
-        ({"mode": "lora", "quantize_experts": True}, "tuning.quantize_experts"),
-        ({"lora": {"experts": True, "target_parameters": ["down_proj"]}}, "tuning.lora.experts"),
-        ({"lora": {"experts": True, "dropout": 0.1}}, "tuning.lora.dropout"),
-        ({"lora": {"target_parameters": "auto", "use_dora": True}}, "adapters on experts have none"),
-        ({"lora": {"experts": True, "init": "pissa"}}, "tuning.lora.init"),
-    ],
-)
+@pytest.mark.parametrize(("tuning", "key"), [
+    ({"mode": "lora", "quantize_experts": True}, "tuning.quantize_experts"),
+    ({"lora": {"experts": True, "target_parameters": ["down_proj"]}}, "tuning.lora.experts"),
+    ({"lora": {"experts": True, "dropout": 0.1}}, "tuning.lora.dropout"),
+    ({"lora": {"target_parameters": "auto", "use_dora": True}}, "adapters on experts have none"),
+    ({"lora": {"experts": True, "init": "pissa"}}, "tuning.lora.init"),
+])  # fmt: skip
 def test_what_says_two_things_of_experts_is_refused(tuning, key):
     with pytest.raises(ConfigError, match=key):
-        config_from_text(json.dumps({"model": {"name": "m"}, "tuning": tuning}), name="run")
+        run("m", **tuning)
 
 
-@pytest.mark.parametrize(
-    ("model", "tuning", "words"),
-    [
-        ("Qwen/Qwen3-8B", {"quantize_experts": True}, r"quantize_experts=true: Qwen/Qwen3-8B has no experts"),
-        ("Qwen/Qwen3-8B", {"lora": {"experts": True}}, r"lora\.experts: Qwen/Qwen3-8B has no experts"),
-        ("Qwen/Qwen3-8B", {"lora": {"target_parameters": "auto"}}, r"target_parameters: Qwen/Qwen3-8B has no experts"),
-        (QWEN, {"lora": {"target_parameters": ["gate_up"]}}, r"gate_up matches nothing.*down_proj, gate_up_proj"),
-        (QWEN, {"quantize_experts": True, "lora": {"experts": True}}, None),
-        (QWEN, {"lora": {"target_parameters": ["down_proj"]}}, None),
-        ("Qwen/Qwen3-8B", {"mode": "full", "lora": {"experts": True}}, None),
-    ],
-)
+@pytest.mark.parametrize(("model", "tuning", "words"), [
+    ("Qwen/Qwen3-8B", {"quantize_experts": True}, r"quantize_experts=true: Qwen/Qwen3-8B has no experts"),
+    ("Qwen/Qwen3-8B", {"lora": {"experts": True}}, r"lora\.experts: Qwen/Qwen3-8B has no experts"),
+    ("Qwen/Qwen3-8B", {"lora": {"target_parameters": "auto"}}, r"target_parameters: Qwen/Qwen3-8B has no experts"),
+    (QWEN, {"lora": {"target_parameters": ["gate_up"]}}, r"gate_up matches nothing.*down_proj, gate_up_proj"),
+    (QWEN, {"quantize_experts": True, "lora": {"experts": True}}, None),
+    (QWEN, {"lora": {"target_parameters": ["down_proj"]}}, None),
+    ("Qwen/Qwen3-8B", {"mode": "full", "lora": {"experts": True}}, None),
+])  # fmt: skip
 def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tuning, words):
-    config = config_from_text(json.dumps({"model": {"name": model, "max_seq_len": 64}, "tuning": tuning}), name="run")
-    request = PlanRequest(config, load_model_shape(model), parse_hardware("8xH100"))
+    request = PlanRequest(run(model, **tuning), load_model_shape(model), parse_hardware("8xH100"))
     if words is None:
         assert make_plan(request).candidates
     else:
@@ -372,11 +353,10 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
 
 
 def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
-    found = {}
-    for quantize in ("auto", False):
-        text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
-        config = config_from_text(json.dumps(text), name="run")
-        name = find_largest_fit("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
-        found[quantize] = load_model_shape(str(name))
-    assert found["auto"].num_experts
-    assert found["auto"].params > found[False].params
+    packed, whole = (
+        PlanRequest(run(QWEN, 1024, quantize_experts=how), load_model_shape(QWEN), parse_hardware("1xRTX5090"))
+        for how in ("auto", False)
+    )
+    found, other = (load_model_shape(str(find_largest_fit("model", one).value)) for one in (packed, whole))
+    assert found.num_experts
+    assert found.params > other.params

@@ -3,6 +3,7 @@ that says what is wrong before a rank starts."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -11,9 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +29,9 @@ from sft_play.launch.request import choose_interface, parse_launch_options
 from sft_play.launch.torchrun import RankInfo
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
-from tests.conftest import ROOT, VARIABLES, clean_environment
+from tests.conftest import ROOT, VARIABLES, clean_environment, write_run
 from tests.processes import free_port
+from tests.test_distributed import losses, start
 
 pytestmark = pytest.mark.build
 MACHINE = Hardware((), "CPU", 2, 2**33, 2**33, cpu_ranks=4, nodes=2)
@@ -72,13 +74,8 @@ def world(tmp_path_factory, tiny_llama, sums) -> Path:
     """A folder with a run YAML of three steps of eight rows: four ranks with two passes each, or one with eight."""
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "outputs").mkdir()
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0}}\n"
-        "tuning: {mode: lora}\n"
-        "train: {effective_batch_size: 8, batch_size: 1, max_steps: 3, report_to: [], learning_rate: 1e-3}\n"
-        f"eval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
-    )
+    train = {"batch_size": 1, "max_steps": 3, "learning_rate": 1e-3}
+    write_run(folder, tiny_llama, sums, data={"val_fraction": 0}, train=train, eval={"steps": 0})
     return folder
 
 
@@ -120,11 +117,9 @@ def hosts(world) -> Iterator[Hosts]:
 
 def kill_session(process: subprocess.Popen[str]) -> None:
     """End a process that was started as the leader of its session, with what is in it."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+        process.wait()
 
 
 class Ended(NamedTuple):
@@ -132,17 +127,14 @@ class Ended(NamedTuple):
     printed: str
 
 
-def run_together(
-    folder: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]], *, limit_s: float = 240
-) -> list[Ended]:
+def run_together(folder: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]]) -> list[Ended]:
     running, logs = [], []
     for number, (words, environ) in enumerate(zip(commands, environs, strict=True)):
         logs.append(folder / f"printed-{number}-{time.monotonic_ns()}")
-        pipes: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True, "text": True}
         with logs[-1].open("w") as sink:
-            own = clean_environment(**environ)
-            running.append(subprocess.Popen(list(words), cwd=ROOT, env=own, stdout=sink, **pipes))
-    deadline = time.monotonic() + limit_s
+            pipes: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "start_new_session": True}
+            running.append(subprocess.Popen(words, cwd=ROOT, env=clean_environment(**environ), text=True, **pipes))
+    deadline = time.monotonic() + 240
     try:
         for process in running:
             process.wait(timeout=max(1.0, deadline - time.monotonic()))
@@ -163,11 +155,6 @@ def node(rank: int, address: str, port: int, **more: str) -> dict[str, str]:
     return found | {"STRATEGY": "ddp"} | more
 
 
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 def on_two_hosts(world: Path, hosts: Hosts, strategy: str, address: str) -> list[Ended]:
     words = command(world, f"output.name=hosts-{strategy}", "distributed.timeout_s=120")
     environs = [node(rank, address, 29_500, STRATEGY=strategy) for rank in (0, 1)]
@@ -176,9 +163,8 @@ def on_two_hosts(world: Path, hosts: Hosts, strategy: str, address: str) -> list
 
 @pytest.fixture(scope="module")
 def alone(world) -> list[float]:
-    words = [sys.executable, "-m", "sft_play", "train", "--config", f"{world}/run.yaml", "output.name=alone"]
-    (ended,) = run_together(world, [words], [{}])
-    assert ended.code == 0, ended.printed
+    answer = start(world, "train", "--config", f"{world}/run.yaml", "output.name=alone")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
     return losses(world / "outputs" / "alone")
 
 
@@ -201,19 +187,17 @@ def test_two_hosts_with_disks_of_their_own_train_what_one_process_trains(
     assert "The nodes have disks of their own" in first.printed
     assert f"Engine: {strategy} proved: the model is a {wrapped} over 4 ranks" in first.printed
     run = world / f"of-node-0-{strategy}"
-    copied = hosts.on(0, ["cp", "-r", f"{world}/outputs/hosts-{strategy}", str(run)])
-    assert subprocess.run(copied, check=False).returncode == 0
+    subprocess.run(hosts.on(0, ["cp", "-r", f"{world}/outputs/hosts-{strategy}", str(run)]), check=True)
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["layout"], plan["ranks"], plan["micro_batch"], plan["grad_accum"]) == (strategy, 4, 1, 2)
     assert losses(run) == pytest.approx(alone, rel=1e-5)
     (kept,) = checkpoints.complete_checkpoints(run / "checkpoints")
     assert checkpoints.checkpoint_step(kept) == len(alone) == 3
     tensors = load_file(run / "adapter" / "adapter_model.safetensors")
-    assert len(tensors) == 2 * 2 * 7  # lora_A and lora_B of seven projections in two layers
-    assert all(tensor.numel() for tensor in tensors.values())
+    # lora_A and lora_B of seven projections in two layers
+    assert [bool(tensor.numel()) for tensor in tensors.values()] == [True] * 2 * 2 * 7
     found = hosts.on(1, ["find", f"{world}/outputs", "-type", "f"])
-    there = subprocess.run(found, check=True, capture_output=True, text=True)
-    assert there.stdout == ""  # one run folder, on rank 0's node
+    assert subprocess.check_output(found) == b""  # one run folder, on rank 0's node
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
@@ -243,31 +227,24 @@ def card(world) -> dict[str, Any]:
 
 
 def together(*calls: Callable[[], dict[str, str]]) -> list[dict[str, str] | SftPlayError]:
-    found: dict[int, dict[str, str] | SftPlayError] = {}
-
-    def call(number: int, function: Callable[[], dict[str, str]]) -> None:
+    def answer(function: Callable[[], dict[str, str]]) -> dict[str, str] | SftPlayError:
         try:
-            found[number] = function()
+            return function()
         except SftPlayError as error:
-            found[number] = error
+            return error
 
-    threads = [threading.Thread(target=call, args=item) for item in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert len(found) == len(calls)
-    return [found[number] for number in range(len(calls))]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(answer, calls, timeout=60))
 
 
 def test_three_nodes_meet_and_each_has_all_cards(card, caplog):
     caplog.set_level("INFO")
     port = free_port()
-    environments = ({}, {"GLOO_SOCKET_IFNAME": "eth7"}, {})
 
     def meet(rank: int) -> dict[str, str]:
         setup, own_card = NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}
-        return meet_nodes(setup, own_card, timeout_s=30, environment=environments[rank])
+        given = {"GLOO_SOCKET_IFNAME": "eth7"} if rank == 1 else {}
+        return meet_nodes(setup, own_card, timeout_s=30, environment=given)
 
     met = together(*(functools.partial(meet, rank) for rank in (2, 0, 1)))
     assert met == [{"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo"}, {}]
@@ -276,20 +253,15 @@ def test_three_nodes_meet_and_each_has_all_cards(card, caplog):
         pass  # torch may listen there now
 
 
-@pytest.mark.parametrize(
-    ("setups", "message"),
-    [
-        ([(3, 0), (2, 1)], "NNODES is 3 on node 0 and 2 on node 1"),
-        ([(3, 0), (4, 2)], "NNODES is 3 on node 0 and 4 on node 2"),
-        ([(3, 0), (3, 1), (3, 1)], "were both given NODE_RANK=1"),
-    ],
-)
+@pytest.mark.parametrize(("setups", "message"), [
+    ([(3, 0), (2, 1)], "NNODES is 3 on node 0 and 2 on node 1"),
+    ([(3, 0), (4, 2)], "NNODES is 3 on node 0 and 4 on node 2"),
+    ([(3, 0), (3, 1), (3, 1)], "were both given NODE_RANK=1"),
+])  # fmt: skip
 def test_nodes_that_count_differently_are_told_on_all(card, setups, message):
     port = free_port()
-    meetings = [
-        functools.partial(meet_nodes, NodeSetup(*setup, "127.0.0.1", port), card, timeout_s=30) for setup in setups
-    ]
-    for answer in together(*meetings):
+    nodes = [NodeSetup(*setup, "127.0.0.1", port) for setup in setups]
+    for answer in together(*(functools.partial(meet_nodes, one, card, timeout_s=30) for one in nodes)):
         assert isinstance(answer, ConfigError)
         assert message in str(answer)
 
@@ -343,16 +315,13 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
         choose_interface(apart, {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"})
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"NNODES": "2", "MASTER_ADDR": "x"}, "NNODES=2 needs NODE_RANK=0 to 1"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
-        ({"NODE_RANK": "1"}, r"NODE_RANK=1 is not one of NNODES=1"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is not a port"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"NNODES": "2", "MASTER_ADDR": "x"}, "NNODES=2 needs NODE_RANK=0 to 1"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
+    ({"NODE_RANK": "1"}, r"NODE_RANK=1 is not one of NNODES=1"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is not a port"),
+])  # fmt: skip
 def test_variables_of_nodes_that_cannot_be_meant_are_refused(variables, message):
     with pytest.raises(ConfigError, match=message):
         parse_launch_options(variables)
@@ -439,8 +408,8 @@ def test_the_batch_script_tells_each_node_which_it_is(slurm):
     assert result.code == 0, result.printed
     for rank in (0, 1):
         variables = ["MASTER_ADDR=node7", "MASTER_PORT=14711", "NNODES=2", f"NODE_RANK={rank}"]
-        given = ["--config", f"{slurm}/submitted from/my run.yaml", "output.name=slurm-4711", "output.if_exists=resume"]
-        given += ["train.epochs=2", "data.train_path=a b.jsonl"]
+        given = ["--config", f"{slurm}/submitted from/my run.yaml", "output.name=slurm-4711", "output.if_exists=resume",
+                 "train.epochs=2", "data.train_path=a b.jsonl"]  # fmt: skip
         wanted = [*variables, *(f"word {word}" for word in given), "started"]
         assert (slurm / f"task-{rank}").read_text().splitlines() == wanted
     words = (slurm / "srun-words").read_text().splitlines()
@@ -457,14 +426,10 @@ def test_one_node_meets_nobody_and_two_jobs_have_two_ports(slurm):
     assert "MASTER_PORT=14712" in (slurm / "task-1").read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "requeue", "words"),
-    [
-        (signal.SIGUSR1, "0", "the job is requeued and continues from the last checkpoint"),
-        (signal.SIGUSR1, "1", "the job cannot be requeued; resume by hand"),
-        (signal.SIGTERM, "0", None),
-    ],
-)
+@pytest.mark.parametrize(("number", "requeue", "words"), [
+    (signal.SIGUSR1, "0", "the job is requeued and continues from the last checkpoint"),
+    (signal.SIGUSR1, "1", "the job cannot be requeued; resume by hand"), (signal.SIGTERM, "0", None),
+])  # fmt: skip
 def test_a_signal_saves_on_every_node_and_only_the_time_limit_queues_anew(slurm, number, requeue, words):
     process = batch(slurm, "my run.yaml", FAKE_WAITS="1", FAKE_REQUEUE=requeue)
     deadline = time.monotonic() + 30
@@ -476,24 +441,18 @@ def test_a_signal_saves_on_every_node_and_only_the_time_limit_queues_anew(slurm,
     result = ended(process)
     assert result.code == 130, result.printed
     assert all(task.read_text().endswith("saved\n") for task in tasks)
-    asked = "requeue 4711" in (slurm / "scontrol-words").read_text()
-    assert asked == (words is not None)
-    assert words is None or words in result.printed
+    assert ("requeue 4711" in (slurm / "scontrol-words").read_text()) == (words is not None)
+    assert (words or "") in result.printed
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "message"),
-    [
-        ([], {}, "no run YAML is named"),
-        (["nowhere.yaml"], {}, "the run YAML nowhere.yaml does not exist"),
-        (["my run.yaml"], {"FAKE_COMMAND": "/nowhere/x.sbatch"}, "the project is not at"),
-        (["my run.yaml"], {"SLURM_JOB_ID": ""}, "this is a batch script of Slurm"),
-    ],
-)
+@pytest.mark.parametrize(("words", "environ", "message"), [
+    ([], {}, "no run YAML is named"), (["nowhere.yaml"], {}, "the run YAML nowhere.yaml does not exist"),
+    (["my run.yaml"], {"FAKE_COMMAND": "/nowhere/x.sbatch"}, "the project is not at"),
+    (["my run.yaml"], {"SLURM_JOB_ID": ""}, "this is a batch script of Slurm"),
+])  # fmt: skip
 def test_what_the_batch_script_cannot_do_is_one_message(slurm, words, environ, message):
     result = ended(batch(slurm, *words, **environ))
-    assert (result.code, result.printed.count("error:")) == (2, 1)
-    assert message in result.printed
+    assert (result.code, result.printed.count("error:"), message in result.printed) == (2, 1, True), result.printed
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"checkpoint-{step}" / "adapter_model.safetensors")
 
 
-def read(file: Path) -> dict:
-    return torch.load(file, weights_only=True)
+def complete(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")]
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
@@ -61,11 +61,9 @@ def test_a_step_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(t
         code, printed, folder = train("one", *same)
     assert code == 2, printed
     assert re.search(r"step 5: the gradient norm is nan.*train\.on_nan=skip.*checkpoint is that of step 4", printed)
-    found = checkpoints.complete_checkpoints(folder / "checkpoints")
-    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4"]
+    assert complete(folder) == ["checkpoint-2", "checkpoint-4"]
     code, printed, _ = train("one", *same, "train.on_nan=skip", verb="resume")  # what the message advises
-    assert code == 0, printed
-    assert "Resuming bnb run from step 4" in printed
+    assert (code, "Resuming bnb run from step 4" in printed) == (0, True), printed
 
 
 @pytest.mark.parametrize(
@@ -81,9 +79,12 @@ def test_a_skipped_step_changes_nothing(train, monkeypatch, precision, value, op
     before, after, end = (saved(folder, step) for step in (2, 3, 4))
     assert_same_bits(before, after)
     assert any(not torch.equal(end[name], after[name]) for name in end)
-    first, second = (folder / "checkpoints" / f"checkpoint-{step}" for step in (2, 3))
-    torch.testing.assert_close(*(read(one / "optimizer.pt")["state"] for one in (first, second)), rtol=0, atol=0)
-    assert read(first / "scheduler.pt")["last_epoch"] == read(second / "scheduler.pt")["last_epoch"] == 2
+    optimizers, schedulers = (
+        [torch.load(folder / "checkpoints" / f"checkpoint-{step}" / name, weights_only=True) for step in (2, 3)]
+        for name in ("optimizer.pt", "scheduler.pt")
+    )
+    torch.testing.assert_close(*(one["state"] for one in optimizers), rtol=0, atol=0)
+    assert [one["last_epoch"] for one in schedulers] == [2, 2]
     assert len(losses(folder)) == 4  # its loss was finite
     assert all(torch.isfinite(tensor).all() for tensor in weights(folder).values())
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == 1
@@ -91,12 +92,11 @@ def test_a_skipped_step_changes_nothing(train, monkeypatch, precision, value, op
 
 def test_the_loss_of_a_skipped_step_is_not_in_the_mean(train, monkeypatch):  # noqa: F811
     same = ["tuning.mode=lora", "train.max_steps=4", "train.lr_scheduler_type=constant", "train.on_nan=skip"]
-    with monkeypatch.context() as patch:
-        spoil(patch, {2: math.nan}, loss=True)
-        each = losses(train("each", *same)[2])
-        _, printed, folder = train("mean", *same, "train.logging_steps=2")
-        assert "Step 2 skipped: the loss is nan" in printed
-        assert train("mean-of-four", *same, "train.logging_steps=4")[0] == 0
+    spoil(monkeypatch, {2: math.nan}, loss=True)
+    each = losses(train("each", *same)[2])
+    _, printed, folder = train("mean", *same, "train.logging_steps=2")
+    assert "Step 2 skipped: the loss is nan" in printed
+    assert train("mean-of-four", *same, "train.logging_steps=4")[0] == 0
     assert len(each) == 3  # the second step has none
     for name in ("mean", "mean-of-four"):  # the first step is logged by itself
         assert losses(folder.with_name(name)) == pytest.approx([each[0], (each[1] + each[2]) / 2])
@@ -132,9 +132,8 @@ def test_values_that_are_not_finite_reach_no_checkpoint(train, monkeypatch, prec
         patch.setattr(PlannedLoop, "_save_checkpoint", spoiled)
         same = ["tuning.mode=lora", "train.max_steps=6", "train.save_steps=1", "train.save_total_limit=1"]
         code, printed, folder = train("one", *same, PRECISION[precision])
-    assert code == 2, printed
-    assert ("lora_A" if what == "weight" else "the optimizer's exp_avg") in printed
-    assert "so no checkpoint is written" in printed
+    named = "lora_A" if what == "weight" else "the optimizer's exp_avg"
+    assert (code, named in printed, "so no checkpoint is written" in printed) == (2, True, True), printed
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-2"]
     assert train("one", *same, PRECISION[precision], verb="resume")[0] == 0
 
@@ -182,15 +181,11 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [
-        ("ddp", "fp32"),
-        pytest.param("fsdp", "bf16", marks=pytest.mark.slow),
-        pytest.param("zero2", "bf16", marks=needs_deepspeed),
-        pytest.param("zero3", "bf16", marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "precision"), [
+    ("ddp", "fp32"), pytest.param("fsdp", "bf16", marks=pytest.mark.slow),
+    pytest.param("zero2", "bf16", marks=needs_deepspeed),
+    pytest.param("zero3", "bf16", marks=[needs_deepspeed, pytest.mark.slow]),
+])  # fmt: skip
 def test_all_ranks_leave_a_step_out_where_one_of_them_is_not_finite(world, strategy, precision):
     name = f"{strategy}-{precision}"
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", PRECISION[precision], "train.save_steps=1"]
@@ -210,11 +205,9 @@ def test_all_ranks_leave_a_step_out_where_one_of_them_is_not_finite(world, strat
     assert "step 3: the gradient norm is" in printed
     assert "the last checkpoint is that of step 2" in printed
     folder = world / "outputs" / name
-    found = checkpoints.complete_checkpoints(folder / "checkpoints")
-    assert [path.name for path in found] == ["checkpoint-1", "checkpoint-2"]
+    assert complete(folder) == ["checkpoint-1", "checkpoint-2"]
     code, printed = start(warm.python(), "resume", "train.on_nan=skip", RUN=name, spoiled="3")
-    assert code == 0, printed
-    assert "from step 2" in printed
+    assert (code, "from step 2" in printed) == (0, True), printed
     assert printed.count("Step 3 skipped: the gradient norm is") == 1
     assert_same_bits(saved(folder, 2), saved(folder, 3))
     assert all(torch.isfinite(tensor).all() for tensor in weights(folder).values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -42,11 +43,8 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
             shape = dataclasses.replace(shape, layers=(kind,))
         precision = Precision("bfloat16" if half else "float32", "bfloat16", "")
         because = RowAttention(run_of(), shape, "sdpa", capability, device).one_by_one_reason(precision)
-        runs = half and width <= 256 and not is_latent
-        if device == "cuda":
-            runs = runs and capability not in ((6, 0), (7, 0), (7, 5))
-        elif device == "cpu":
-            runs = False
+        runs = half and width <= 256 and not is_latent and device != "cpu"
+        runs = runs and (device != "cuda" or capability not in ((6, 0), (7, 0), (7, 5)))
         assert (because is None) == runs, (device, half, width, capability)
         seen.add((device, runs))
     assert len(seen) == 5
@@ -67,10 +65,9 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
     for _ in range(15):
         model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
         card, batch = draw.choice(cards), draw.choice([8, 32, 64])
-        mean = draw.choice([12, 40, 200, 800])
-        spread = draw.choice([0.0, 0.02, 0.6])
+        mean, spread = draw.choice([12, 40, 200, 800]), draw.choice([0.0, 0.02, 0.6])
         lengths = [max(2, min(2048, round(mean * draw.lognormvariate(0, spread)))) for _ in range(400)]
-        known = summarize_row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
+        known = summarize_row_tokens(Counter(lengths), limit=2048)
         config, machine = run_of(model, mode, batch), parse_hardware(f"1x{card}")
         request = PlanRequest(config, load_model_shape(model), machine, row_tokens=known, has_eval=False)
         plan, job = make_plan(request), build_plan_inputs(request)
@@ -133,13 +130,11 @@ MASKED_MODELS = (
 
 
 def test_plans_leave_the_mask_out_by_the_rule():
-    draw = random.Random(7)
-    seen = set()
+    draw, seen = random.Random(7), set()
     for _ in range(80):
         model, capability = draw.choice(MASKED_MODELS), draw.choice([(7, 5), (8, 0), (9, 0), None])
         backend, packing = draw.choice(["bnb", "bnb", "unsloth"]), draw.choice(["none", "none", "best_fit"])
-        attention = draw.choice(["auto", "auto", "eager"])
-        micro = draw.choice([1, 4])
+        attention, micro = draw.choice(["auto", "auto", "eager"]), draw.choice([1, 4])
         mode = "qlora" if backend == "unsloth" else "lora"
         config = run_of(
             model, mode, 16, "model.max_seq_len=1024", f"tuning.backend={backend}", f"data.packing={packing}",
@@ -149,14 +144,10 @@ def test_plans_leave_the_mask_out_by_the_rule():
         shape = dataclasses.replace(load_model_shape(model), uses_alibi=draw.random() < 0.1, attention_dropout=dropout)
         machine = Hardware((Gpu(0, "GPU", 140 * GIB, None, capability),), "CPU", 8, 256 * GIB, 256 * GIB)
         plan = make_plan(PlanRequest(config, shape, machine))
-        keeps = (
-            (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.uses_alibi)
-            or capability == (7, 5) or backend == "unsloth"
-        )  # fmt: skip
-        bounded = (
-            packing != "none" and attention == "auto" and not model.startswith("google/gemma-2")
-            and not dropout and not shape.uses_alibi and backend != "unsloth"
-        )  # fmt: skip
+        keeps = attention == "eager" or "gemma-2" in model or "A3B" in model or shape.uses_alibi
+        keeps = keeps or capability == (7, 5) or backend == "unsloth"
+        bounded = packing != "none" and attention == "auto" and not model.startswith("google/gemma-2")
+        bounded = bounded and not dropout and not shape.uses_alibi and backend != "unsloth"
         step = plan.choice.step
         assert step.varlen == bounded
         assert step.one_by_one == (bounded and capability == (7, 5))
@@ -184,9 +175,8 @@ def test_no_number_is_read_from_the_device(monkeypatch):
 
     config = MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8,
                            num_attention_heads=2, num_key_value_heads=1, sliding_window=6)  # fmt: skip
-    rows = [
-        {"input_ids": list(range(3, 3 + n)), "labels": [-100, *range(4, 3 + n)], "chat_lengths": [n]} for n in (9, 4)
-    ]
+    ids = [list(range(3, 3 + n)) for n in (9, 4)]
+    rows = [{"input_ids": one, "labels": [-100, *one[1:]], "chat_lengths": [len(one)]} for one in ids]
     batch = Collator(pad_id=0, flat=True, adds_chat_lengths=True)(rows)
     assert batch[CHAT_LENGTHS] == (9, 4)
     assert CHAT_LENGTHS not in Collator(pad_id=0, flat=True)(rows)
@@ -222,13 +212,12 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert any(len(batch[CHAT_LENGTHS]) > 1 for batch in batches)
     for batch in batches:
-        prepared = trainer._prepare_inputs(batch)
-        assert prepared[CHAT_LENGTHS] == tuple(batch["cu_seq_lens_q"].diff().tolist())
-        assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
+        lengths = trainer._prepare_inputs(batch)[CHAT_LENGTHS]
+        assert lengths == tuple(batch["cu_seq_lens_q"].diff().tolist())
+        assert set(map(type, lengths)) == {int}
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
     monkeypatch.setattr(attention_functions, "_uses_flash", True)
     trainer = trainer_of(tiny_llama, tmp_path, cut, ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
-    assert batches
-    assert all("cu_seq_lens_q" in batch and CHAT_LENGTHS not in batch for batch in batches)
+    assert {("cu_seq_lens_q" in batch, CHAT_LENGTHS in batch) for batch in batches} == {(True, False)}

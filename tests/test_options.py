@@ -36,7 +36,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
 from sft_play.planner.precision import Precision, adapter_dtype, choose_precision, gradient_sync
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import is_resume, new_run_folder
-from tests.conftest import chat, need_documents_extra
+from tests.conftest import chat, need_documents_extra, write_rows, write_run
 
 GIB = 2**30
 SMALL_MIXTURE = {
@@ -53,10 +53,9 @@ pytestmark = pytest.mark.build
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama):
     folder = tmp_path_factory.mktemp("world")
-    rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(20)]
-    german = [{"frage": "a", "antwort": "b"} for _ in rows]
-    for name, written in (("train", rows), ("other", rows), ("german", german)):
-        write_rows(folder / f"{name}.jsonl", written)
+    for name in ("train", "other"):
+        write_rows(folder / f"{name}.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(20)))
+    write_rows(folder / "german.jsonl", [{"frage": "a", "antwort": "b"}] * 20)
     for encoding, answer in ENCODED.items():
         row = json.dumps(chat("wer?", answer), ensure_ascii=False)
         (folder / f"{encoding}.jsonl").write_bytes(f"{row}\n".encode(encoding))
@@ -70,11 +69,6 @@ def world(tmp_path_factory, tiny_llama):
     _write_templates(folder)
     _write_documents(folder)
     return {"folder": folder, "model": tiny_llama}
-
-
-def write_rows(path: Path, rows: list[Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _write_odd_rows(folder: Path) -> None:
@@ -93,6 +87,7 @@ def _write_odd_rows(folder: Path) -> None:
         "calls": [{"messages": [twice[0], {**twice[1], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}],
     }
     files |= {"leaky/train": files["double"], "leaky/val": files["double"][:1]}
+    (folder / "leaky").mkdir()
     for name, rows in files.items():
         write_rows(folder / f"{name}.jsonl", rows)
 
@@ -208,11 +203,6 @@ def plan(config: RunConfig) -> Facts:
     return flat(make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), MACHINE)).as_json())
 
 
-def adapters(config: RunConfig) -> Facts:
-    """What adapters are in a run that computes in bf16."""
-    return {"dtype": adapter_dtype(config, Precision("bfloat16", "bfloat16", ""))}
-
-
 def on_cpu(config: RunConfig) -> Any:
     return make_plan(PlanRequest(config, load_model_shape(config.model.name), CPU))
 
@@ -288,16 +278,12 @@ def splits(config: RunConfig) -> Facts:
     trained = [token for token, label in zip(first["input_ids"], first["labels"], strict=True) if label != -100]
     rows = made.train.rows
     return {
-        "rows": len(rows),
+        "rows": len(rows), "source": made.train.stats.source, "tokens": len(first["input_ids"]),
         "text_rows": sum(source == 1 for source in rows["source"]) if "source" in rows.column_names else 0,
-        "source": made.train.stats.source,
         "val": made.val and f"{made.val.stats.source} ({len(made.val.rows)})",
         "test": made.test and f"{made.test.stats.source} ({len(made.test.rows)})",
-        "text": tokenizer.decode(first["input_ids"]),
-        "trained": tokenizer.decode(trained),
-        "tokens": len(first["input_ids"]),
-        "dropped": made.train.stats.dropped_rows,
-    }
+        "text": tokenizer.decode(first["input_ids"]), "trained": tokenizer.decode(trained),
+    }  # fmt: skip
 
 
 def files_of(folder: Path) -> Facts:
@@ -369,14 +355,10 @@ def model_spec(config: RunConfig) -> Facts:
     listed = {key: tuple(sorted(value)) if isinstance(value, (set, list)) else value for key, value in adapter.items()}
     backend = choose_backend(config, CPU)
     return {
-        "backend": backend.name,
-        "fallback_from": backend.fallback_from,
-        "attention": drawn.attention.name,
-        "has_adapter": bool(adapter),
-        "trainable": config.tuning.trainable != "all" and drawn.notes[-1],
-        "notes": " ".join(drawn.notes),
-        **listed,
-    }
+        "backend": backend.name, "fallback_from": backend.fallback_from, "attention": drawn.attention.name,
+        "has_adapter": bool(adapter), "trainable": config.tuning.trainable != "all" and drawn.notes[-1],
+        "notes": " ".join(drawn.notes), "bf16": adapter_dtype(config, Precision("bfloat16", "bfloat16", "")), **listed,
+    }  # fmt: skip
 
 
 def experts(config: RunConfig) -> Facts:
@@ -395,8 +377,7 @@ def expert_weights(config: RunConfig) -> Facts:
 
     from sft_play.training.model.model_loading import quantization_config
 
-    packs = config.tuning.quantize_experts is not False
-    wanted = quantization_config(FP32, quantizes_experts=packs)
+    wanted = quantization_config(FP32, quantizes_experts=config.tuning.quantize_experts is not False)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL_MIXTURE))
     quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
     return {"packed": quantizer.param_needs_quantization(model, f"{EXPERTS}.down_proj")}
@@ -410,10 +391,9 @@ def origin(config: RunConfig) -> Facts:
     from sft_play.training.model.model_loading import read_model
     from sft_play.training.prepare.model_spec import build_model_spec
 
-    precision = FP32
-    spec = build_model_spec(config, precision, tokenizer_size=100)
+    spec = build_model_spec(config, FP32, tokenizer_size=100)
     if config.model.adapter is not None:
-        get_peft_model(read_model(config, precision, spec), spec.peft_config).save_pretrained(config.model.adapter)
+        get_peft_model(read_model(config, FP32, spec), spec.peft_config).save_pretrained(config.model.adapter)
     found = read_base_adapter(config, spec)
     return {"folder": str(found.folder) if found else None}
 
@@ -460,12 +440,11 @@ def weights(config: RunConfig) -> Facts:
         seen.update(name=args[0], quantised="quantization_config" in options, **options)
         raise OSError("recorded")
 
-    precision = FP32
-    drawn = model_spec.build_model_spec(config, precision, tokenizer_size=100)
+    drawn = model_spec.build_model_spec(config, FP32, tokenizer_size=100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sft_play.training.model.model_loading.AutoModelForCausalLM.from_pretrained", record)
         with pytest.raises(SftPlayError):
-            model_loading.load_model(config, precision, drawn, device="cpu")
+            model_loading.load_model(config, FP32, drawn, device="cpu")
     return seen
 
 
@@ -490,10 +469,6 @@ def device(config: RunConfig) -> Facts:
     environment: dict[str, str] = {}
     hide_gpus(config, environment)
     return {"device": restrict_to_device(config, MACHINE).device, **environment}
-
-
-def timeout(config: RunConfig) -> Facts:
-    return {"seconds": rank_timeout_s(config, {})}
 
 
 def hybrid(config: RunConfig) -> Facts:
@@ -583,20 +558,16 @@ ENCODED = {
 FULL = ["tuning.mode=full"]
 GENERATES = ["eval.generate_rows=1"]
 PROBES: list[tuple[str, Probe]] = [
-    one(loading, "model.name", "WORLD/model", "tokenizer.name", "WORLD/model"),
-    one(loading, "model.name", "WORLD/model", "config.name", "WORLD/model"),
-    one(weights, "model.name", "WORLD/model", "name", "WORLD/model"),
-    one(loading, "model.revision", "v2", "tokenizer.revision", "v2"),
-    one(loading, "model.revision", "v2", "config.revision", "v2"),
-    one(weights, "model.revision", "v2", "revision", "v2"),
+    *(
+        one(look, f"model.{name}", word, f"{part}{name}", expected)
+        for name, word, expected in (("name", "WORLD/model", "WORLD/model"), ("revision", "v2", "v2"),
+                                     ("trust_remote_code", "true", True))
+        for look, part in ((loading, "tokenizer."), (loading, "config."), (weights, ""))
+    ),
     one(origin, "model.adapter", "WORLD/adapter", "folder", "WORLD/adapter"),
-    one(loading, "model.trust_remote_code", "true", "tokenizer.trust_remote_code", True),
-    one(loading, "model.trust_remote_code", "true", "config.trust_remote_code", True),
-    one(weights, "model.trust_remote_code", "true", "trust_remote_code", True),
     one(tokens, "model.add_tokens", "['it is']", "added", ["it is"]),
     one(plan, "model.max_seq_len", 128, "max_seq_len", 128),
-    one(plan, "model.dtype", "float32", "precision.load", "float32"),
-    one(plan, "model.dtype", "float16", "precision.load", "float16"),
+    *(one(plan, "model.dtype", name, "precision.load", name) for name in ("float32", "float16")),
     one(plan, "model.dtype", "bfloat16", "precision.load", "bfloat16", ["train.bf16=false"]),
     one(model_spec, "model.attn_implementation", "eager", "attention", "eager"),
     one(model_spec, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
@@ -605,10 +576,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(experts, "model.experts_implementation", "eager", "runs", "eager"),
     one(experts, "model.experts_implementation", "grouped_mm", "runs", "grouped_mm",
         ["model.experts_implementation=eager"]),
-    one(
-        model_spec, "model.attn_implementation", f"kernels-community/flash-attn2@{'a' * 40}", REFUSED,
-        Says("needs the package kernels"),
-    ),
+    one(model_spec, "model.attn_implementation", f"kernels-community/flash-attn2@{'a' * 40}", REFUSED,
+        Says("needs the package kernels")),
     one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
     one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),
     ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),
@@ -618,9 +587,8 @@ PROBES: list[tuple[str, Probe]] = [
         "fallback_from": "unsloth"})),
     one(model_spec, "tuning.backend", "unsloth", REFUSED, Says("tuning.backend=unsloth cannot run here")),
     unlocks(model_spec, "tuning.backend_fallback", "bnb", "backend", "bnb", ["tuning.backend=unsloth"]),
-    one(model_spec, "tuning.lora.r", 4, "r", 4),
-    one(model_spec, "tuning.lora.alpha", 4, "lora_alpha", 4),
-    one(model_spec, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
+    *(one(model_spec, f"tuning.lora.{name}", value, fact, value)
+      for name, value, fact in (("r", 4, "r"), ("alpha", 4, "lora_alpha"), ("dropout", 0.1, "lora_dropout"))),
     one(model_spec, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
     one(model_spec, "tuning.lora.target_parameters", "auto", "target_parameters",
         (f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"), MIXTURE),
@@ -634,8 +602,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(model_spec, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
     one(model_spec, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
     one(model_spec, "tuning.lora.use_rslora", "true", "use_rslora", True),
-    one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
-    one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
+    one(model_spec, "tuning.lora.dtype", "bfloat16", "bf16", "bfloat16"),  # adapters of a run that computes in it
+    one(model_spec, "tuning.lora.dtype", "float32", "bf16", "float32", ["tuning.lora.dtype=bfloat16"]),
     one(model_spec, "tuning.lora.use_dora", "true", "use_dora", True),
     one(model_spec, "tuning.lora.init", "pissa", "r", 32),
     one(model_spec, "tuning.lora.init", "loftq", "notes", Says("alpha 32, started by loftq on")),
@@ -657,14 +625,10 @@ PROBES: list[tuple[str, Probe]] = [
         "<|im_start|>user\nwhat is 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"),
     one(splits, "data.loss_on", "completion", "trained", "b<|im_end|>", data("multi.jsonl")),
     one(splits, "data.loss_on_empty_think", "false", "trained", "it is 0.<|im_end|>", template("thinks")),
-    one(
-        splits, "data.add_empty_think", "true", "text", Says("assistant<think></think>it is 0."),
-        template("prompts_think"),
-    ),
-    one(
-        splits, "data.drop_text_beside_calls", "true", "text", Says('assistant[{"function"'),
-        [*data("calls.jsonl"), *template("calls")],
-    ),
+    one(splits, "data.add_empty_think", "true", "text", Says("assistant<think></think>it is 0."),
+        template("prompts_think")),
+    one(splits, "data.drop_text_beside_calls", "true", "text", Says('assistant[{"function"'),
+        [*data("calls.jsonl"), *template("calls")]),
     unlocks(splits, "data.on_bad_row", "skip", "rows", 1, data("bad.jsonl")),
     one(splits, "data.chat_template_kwargs", "{tone: loud}", "text", Says("louduserwhat"), template("kwargs")),
     one(splits, "data.template_date", "'2001-02-03'", "text", Says("2001-02-03"), template("dated")),
@@ -719,23 +683,23 @@ PROBES: list[tuple[str, Probe]] = [
     one(plan, "train.batch_size", 2, "micro_batch", 2),
     one(plan, "train.grad_accum", 4, "grad_accum", 4),
     one(arguments, "train.epochs", 3, "num_train_epochs", 3.0),
-    one(arguments, "train.max_steps", 3, "max_steps", 3),
-    one(arguments, "train.learning_rate", 0.5, "learning_rate", 0.5),
+    *(
+        one(arguments, f"train.{name}", value, name, value)
+        for name, value in (("max_steps", 3), ("learning_rate", 0.5), ("weight_decay", 0.1), ("adam_beta2", 0.95),
+                            ("max_grad_norm", 0.1), ("logging_steps", 9), ("save_steps", 9), ("seed", 1),
+                            ("dataloader_num_workers", 2))
+    ),
     *(
         one(arguments, "train.lr_scheduler_type", name, "lr_scheduler_type", name)
         for name in ("linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
     ),
     one(plan, "train.compile", "true", "compile_s", 103.0),
-    one(kernels, "train.kernels", "auto", "kernels", ("rms_norm",)),
-    one(kernels, "train.kernels", "liger", "kernels", ("rms_norm",)),
+    *(one(kernels, "train.kernels", name, "kernels", ("rms_norm",)) for name in ("auto", "liger")),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
-    one(arguments, "train.weight_decay", 0.1, "weight_decay", 0.1),
     *(
         one(plan, "train.weight_updates", how, "precision.updates", how, [*FULL, f"train.weight_updates={other}"])
         for how, other in (("bfloat16", "auto"), ("stochastic", "bfloat16"), ("float32", "bfloat16"))
     ),
-    one(arguments, "train.adam_beta2", 0.95, "adam_beta2", 0.95),
-    one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
     *(
         one(arguments, "train.optim", name, "optim", name)
         for name in ("adamw_torch", "paged_adamw_8bit", "adafactor", "adamw_8bit", "lion_32bit", "lion_8bit")
@@ -749,8 +713,6 @@ PROBES: list[tuple[str, Probe]] = [
     one(arguments, "train.gradient_checkpointing", "true", "gradient_checkpointing", True),
     one(plan, "train.gradient_checkpointing", 3, "checkpointed_layers", 3),
     one(plan, "train.gradient_checkpointing", "offload", "step.offloads", True),
-    one(arguments, "train.logging_steps", 9, "logging_steps", 9),
-    one(arguments, "train.save_steps", 9, "save_steps", 9),
     one(arguments, "train.save_steps", "null", "save_strategy", "epoch"),
     one(trainer, "train.on_nan", "skip", "on_nan", "skip"),
     one(over_ranks, "train.async_save", "true", "checkpoint", "sharded", FULL),
@@ -762,14 +724,12 @@ PROBES: list[tuple[str, Probe]] = [
         "metric_for_best_model": "eval_loss", "greater_is_better": False},
         [*GENERATES, "train.metric_for_best_model=exact_match"])),
     one(trainer, "train.early_stopping_patience", 3, "patience", 3, ["train.load_best_model_at_end=true"]),
-    one(arguments, "train.seed", 1, "seed", 1),
     one(trainer, "train.profile_steps", 2, "profiled", [2]),
     one(trainer, "train.report_to", "[]", "callbacks", ()),
-    one(arguments, "train.dataloader_num_workers", 2, "dataloader_num_workers", 2),
     one(arguments, "eval.steps", 5, "eval_steps", 5),
     one(arguments, "eval.steps", 0, "eval_strategy", "no"),
     one(plan, "eval.batch_size", 3, "eval_batch", 3),
-    one(timeout, "distributed.timeout_s", 60, "seconds", 60.0),
+    one(lambda config: {"seconds": rank_timeout_s(config, {})}, "distributed.timeout_s", 60, "seconds", 60.0),
     one(hybrid, "distributed.shard_ranks", 2, "fsdp_hybrid", 2),
     one(over_ranks, "distributed.sync_gradients_every", "step", "fsdp", "step float32 float32 None"),
     one(over_ranks, "distributed.sync_gradients_every", "micro_batch", "ddp", "micro_batch float32 float32 None"),
@@ -854,23 +814,20 @@ def test_a_probe_sees_an_option_that_reaches_nothing_or_something_else(world):
             raise SftPlayError("no epochs today")
         return {"num_train_epochs": config.train.epochs}
 
-    def dead(config: RunConfig) -> Facts:
-        return {"num_train_epochs": 1.0}
-
     def beside(config: RunConfig) -> Facts:
         return {"num_train_epochs": 1.0, "max_steps": config.train.epochs}
 
     def hard_coded(config: RunConfig) -> Facts:
         return {**arguments(config), "metric_for_best_model": "eval_loss"}
 
-    for look in (refusing, dead, beside):
+    for look in (refusing, beside):
         assert one(look, "train.epochs", 3, "num_train_epochs", 3.0)[1].problem(world), look.__name__
     keeps_the_worst = next(probe for leaf, probe in PROBES if leaf == "train.metric_for_best_model")
     worst = Probe(hard_coded, keeps_the_worst.after, keeps_the_worst.then, keeps_the_worst.before)
     assert "metric_for_best_model" in str(worst.problem(world))
 
 
-def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_path, monkeypatch):
+def test_an_option_of_a_run_changes_what_its_summary_says(world, succeed, tmp_path, monkeypatch):
     from sft_play.training.measure import exact_match
 
     longest = [0]
@@ -881,18 +838,14 @@ def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_pa
         return real(*args)
 
     monkeypatch.setattr(exact_match, "_generate", generate)
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        f"model: {{name: {world['model']}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {world['folder']}/train.jsonl, val_path: null, test_path: null, val_fraction: 0.3}}\n"
-        "tuning: {mode: lora}\n"
-        "train: {effective_batch_size: 4, max_steps: 2, report_to: [], gradient_checkpointing: false}\n"
-        f"eval: {{steps: 0, generate_rows: 2, max_new_tokens: 6}}\noutput: {{dir: {tmp_path}/outputs}}\n"
-    )
+    path = write_run(
+        tmp_path, world["model"], world["folder"] / "train.jsonl", data={"val_fraction": 0.3},
+        train={"effective_batch_size": 4, "gradient_checkpointing": False},
+        eval={"steps": 0, "generate_rows": 2, "max_new_tokens": 6},
+    )  # fmt: skip
 
     def said(name: str, *overrides: str) -> Facts:
-        code, printed = command("train", "--config", str(path), f"output.name={name}", *overrides)
-        assert code == 0, printed
+        succeed("train", "--config", str(path), f"output.name={name}", *overrides)
         return json.loads((tmp_path / "outputs" / name / "summary.json").read_text()) | {"longest": longest[-1]}
 
     usual = said("usual")

@@ -24,7 +24,7 @@ from sft_play.training.measure import monitor as peaks_module
 from sft_play.training.measure.monitor import SAMPLE_INTERVAL_S, MemoryPeaks, start_memory_peaks
 from sft_play.training.measure.summary import format_peak
 from tests import warm
-from tests.conftest import ROOT, chat, clean_environment
+from tests.conftest import ROOT, chat, clean_environment, write_rows, write_run
 
 pytestmark = pytest.mark.build
 MIB = 2**20
@@ -42,12 +42,9 @@ class Card:
         self.most_allocated = max(self.most_allocated, self.allocated)
         self.most_reserved = max(self.most_reserved, self.reserved)
 
-    def give(self, size: int) -> None:
-        self.allocated -= size
-
     def pass_through(self, size: int) -> None:
         self.take(size)
-        self.give(size)
+        self.allocated -= size
 
     def empty(self) -> None:
         self.reserved = self.allocated
@@ -58,11 +55,11 @@ class Card:
 
 @pytest.fixture
 def card(monkeypatch):
-    made = Card()
-    monkeypatch.setattr(peaks_module.torch.cuda, "max_memory_allocated", lambda: made.most_allocated)
-    monkeypatch.setattr(peaks_module.torch.cuda, "max_memory_reserved", lambda: made.most_reserved)
-    monkeypatch.setattr(peaks_module.torch.cuda, "empty_cache", made.empty)
-    monkeypatch.setattr(peaks_module.torch.cuda, "reset_peak_memory_stats", made.reset)
+    made, cuda = Card(), peaks_module.torch.cuda
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda: made.most_allocated)
+    monkeypatch.setattr(cuda, "max_memory_reserved", lambda: made.most_reserved)
+    monkeypatch.setattr(cuda, "empty_cache", made.empty)
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", made.reset)
     return made
 
 
@@ -192,19 +189,14 @@ def test_what_an_earlier_run_freed_is_not_part_of_a_runs_level():
     assert len(last) == 64 << 10
 
 
-def test_a_run_records_each_moment_and_one_figure_of_the_highest(tmp_path, tiny_llama, command, monkeypatch):
+def test_a_run_records_each_moment_and_one_figure_of_the_highest(tmp_path, tiny_llama, succeed, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(chat(f"what is {n}?", "it is " * (n % 5 + 1))) + "\n" for n in range(12)))
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: null, test_path: null, val_fraction: 0.25}}\n"
-        "train: {effective_batch_size: 4, max_steps: 2, report_to: [], save_steps: 1}\n"
-        f"eval: {{steps: 1, generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
-    code, said = command("train", "--config", str(path))
-    assert code == 0, said
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", "it is " * (n % 5 + 1)) for n in range(12)))
+    path = write_run(
+        tmp_path, tiny_llama, rows, data={"val_fraction": 0.25}, train={"effective_batch_size": 4, "save_steps": 1},
+        eval={"steps": 1, "generate_rows": 2, "max_new_tokens": 4}, output={"name": "one"},
+    )  # fmt: skip
+    said = succeed("train", "--config", str(path))
     folder = tmp_path / "outputs" / "one"
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     found = summary["peak_bytes_by_moment"]
@@ -217,8 +209,8 @@ def test_a_run_records_each_moment_and_one_figure_of_the_highest(tmp_path, tiny_
         assert (found[moment]["predicted_allocated"], found[moment]["predicted_reserved"]) == (allocated, reserved)
     (line,) = [line for line in said.splitlines() if "Peak memory above the " in line]
     peak = summary["peak_bytes"]
-    numbers = [float(text) for text in re.findall(r"([0-9.]+) GiB", line)]
-    assert numbers == [float(f"{count / 2**30:.2f}") for count in (peak["predicted_reserved"], peak["measured_rss"])]
+    numbers = [f"{peak[name] / GIB:.2f}" for name in ("predicted_reserved", "measured_rss")]
+    assert re.findall(r"([0-9.]+) GiB", line) == numbers
     # later plans learn from the two figures
     recorded = json.loads((tmp_path / "cache" / "measured.jsonl").read_text().splitlines()[-1])
     learned = ("training", "evaluation")

@@ -9,6 +9,7 @@ import random
 import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,7 +37,7 @@ from sft_play.planner.precision import choose_precision
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.text import GIB
-from tests.conftest import ROOT, Command
+from tests.conftest import ROOT, Command, write_run
 
 LORA = str(ROOT / "configs" / "run_lora.yaml")
 LLAMA = {
@@ -116,16 +117,12 @@ def test_a_known_model_answers_by_the_rules(mode):
         assert broken(plan, 32) == [], (name, hardware, length)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "overrides"),
-    [
-        ("8xRTX3060,ram=128GiB", ["tuning.mode=full"]),
-        ("2x8xRTX3060", ["tuning.mode=full", "train.effective_batch_size=960"]),
-        ("2xMyGPU,mem=40GiB,ram=512GiB", ["model.max_seq_len=8192", "model.attn_implementation=eager"]),
-        ("1xRTX4090", ["tuning.mode=qlora"]),
-        ("cpu,ram=64GiB", []),
-    ],
-)
+@pytest.mark.parametrize(("hardware", "overrides"), [
+    ("8xRTX3060,ram=128GiB", ["tuning.mode=full"]),
+    ("2x8xRTX3060", ["tuning.mode=full", "train.effective_batch_size=960"]),
+    ("2xMyGPU,mem=40GiB,ram=512GiB", ["model.max_seq_len=8192", "model.attn_implementation=eager"]),
+    ("1xRTX4090", ["tuning.mode=qlora"]), ("cpu,ram=64GiB", []),
+])  # fmt: skip
 def test_a_way_out_is_what_its_words_plan(hardware, overrides):
     name = "meta-llama/Llama-3.3-70B-Instruct"
     plan = plan_of(hardware, *overrides, name=name)
@@ -157,8 +154,7 @@ def test_a_plan_that_no_larger_machine_can_run_is_still_one():
     with pytest.raises(ConfigError, match="no layout over 2 ranks"):
         plan_of("2xT4", *asked, name=name)
     plan = plan_of("1xT4", *asked, name=name)
-    assert not plan.fits
-    assert plan.suggestions
+    assert (plan.fits, bool(plan.suggestions)) == (False, True)
 
 
 @pytest.mark.parametrize(("hardware", "mode"), [("1xRTX3060", "qlora"), ("8xRTX3060", "full"), ("2x8xL4", "lora")])
@@ -176,30 +172,26 @@ def test_max_model_has_room_for_the_sequences():
     assert (load_model_shape(found.value).max_positions or 0) >= 32768
 
 
-@pytest.mark.parametrize("targets", ["[q_proj, nope]", "[lm_head]"])
-def test_adapters_on_layers_that_are_not_there_are_refused(targets, command: Command):
+@pytest.mark.parametrize(
+    ("targets", "why"), [("[q_proj, nope]", "matches nothing"), ("[lm_head]", "is the output head")]
+)
+def test_adapters_on_layers_that_are_not_there_are_refused(targets, why, command: Command):
     words = ("plan", "--config", LORA, "--hardware", "1xH100", f"tuning.lora.target_modules={targets}")
     code, said = command(*words)
-    assert code == 2
-    assert "matches nothing" in said or "is the output head" in said
+    assert (code, why in said) == (2, True), said
     assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
     assert command(*words, "tuning.mode=full")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["CONFIG=configs/run_bnb.yaml"], "CONFIG=configs/run_bnb.yaml is a variable of make, not a setting"),
-        (["--whatif", "model.max_seq_len=2048,4"], "WHATIF, model.max_seq_len=4: "),
-        (["--whatif", "train.effective_batch_size=32,33 train.batch_size=2"],
-         "WHATIF, train.effective_batch_size=33 train.batch_size=2: "),
-        (["--whatif", "tuning.mode=lora,qlora tuning.mode=full"], "WHATIF names tuning.mode twice"),
-    ],
-)  # fmt: skip
-def test_a_word_that_cannot_be_meant_is_answered_by_its_own_name(words, message, command: Command):
-    code, said = command("plan", "--config", LORA, "--hardware", "1xH100", *words)
-    assert (code, said.count("error:")) == (2, 1)
-    assert message in said
+@pytest.mark.parametrize(("words", "message"), [
+    (["CONFIG=configs/run_bnb.yaml"], "CONFIG=configs/run_bnb.yaml is a variable of make, not a setting"),
+    (["--whatif", "model.max_seq_len=2048,4"], "WHATIF, model.max_seq_len=4: "),
+    (["--whatif", "train.effective_batch_size=32,33 train.batch_size=2"],
+     "WHATIF, train.effective_batch_size=33 train.batch_size=2: "),
+    (["--whatif", "tuning.mode=lora,qlora tuning.mode=full"], "WHATIF names tuning.mode twice"),
+])  # fmt: skip
+def test_a_word_that_cannot_be_meant_is_answered_by_its_own_name(words, message, refuse):
+    assert message in refuse("plan", "--config", LORA, "--hardware", "1xH100", *words)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +237,7 @@ def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
         assert (code, "quantised (" in printed) == (0, False), printed
         assert build_model_spec(run, precision, tokenizer_size=100).vocab_size == 1000
         return
-    assert code == 2
-    assert f"already quantised {said}" in printed
-    assert "Launch" not in printed
+    assert (code, f"already quantised {said}" in printed, "Launch" in printed) == (2, True, False), printed
     with pytest.raises(ModelError) as refused:
         build_model_spec(run, precision, tokenizer_size=100)
     assert str(refused.value) in " ".join(printed.split())
@@ -288,12 +278,8 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
     late = [*sums.read_text().splitlines(), *sums.read_text().splitlines(), "{"]
     Path("late.jsonl").write_text("\n".join(late))
     Path("outputs/taken").mkdir(parents=True)
-    Path("my.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 4, report_to: [], save_steps: 1}\n"
-    )
-    return Path("my.yaml")
+    train = {"effective_batch_size": 4, "save_steps": 1, "max_steps": None}
+    return write_run(Path(), tiny_llama, sums, train=train, output={"dir": "outputs"})
 
 
 REFUSED = {
@@ -370,8 +356,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
 ):
     given = ("--config", str(small_run), "tuning.mode=full")
     config = load_config(small_run, overrides=given[2:]).config
-    plan = plan_run(config, detect_hardware())
-    one = plan.memory.checkpoint_bytes
+    one = plan_run(config, detect_hardware()).memory.checkpoint_bytes
     usage = shutil.disk_usage("/")
     for free, limit, refused in [(3 * one - 1, 2, True), (3 * one + 10_000, 2, False), (2 * one - 1, 1, True)]:
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
@@ -416,7 +401,7 @@ def test_a_plan_names_the_longest_held_out_row_only_where_it_is_longer(small_run
         assert any("longest held-out row 21" in reason for reason in plan.reasons) == (held_out == 21)
 
 
-def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, tmp_path, tiny_llama, sums):
+def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, small_run):
     """The rows are counted between the two: what no length changes is checked in the request that is then completed."""
     calls: list[str] = []
 
@@ -429,17 +414,12 @@ def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, 
 
         monkeypatch.setattr(planning, name, counted)
 
-    def stop(*_: object, **__: object) -> None:
-        raise ConfigError("planned")
-
     steps = ["build_plan_request", "check_plan_request", "count_row_tokens", "plan_request"]
     for name in steps:
         count_calls(name)
+    stop = Mock(side_effect=ConfigError("planned"))
     monkeypatch.setattr("sft_play.launch.start.train_in_process", stop)
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "own.yaml"
-    path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
-    code, printed = command("train", "--config", str(path), f"output.dir={tmp_path}/outputs")
+    code, printed = command("train", "--config", str(small_run))
     assert (code, "error: planned" in printed) == (2, True), printed
     assert calls == steps
 

@@ -16,36 +16,17 @@ import pytest
 from sft_play.commands.rows import Preview
 from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
-from sft_play.data.preview import (
-    PreviewRow,
-    TokenBytes,
-    TokenPiece,
-    character_sign,
-    format_plain_lines,
-    format_terminal_text,
-    kept_token_flags,
-    render_html_page,
-    shorten_pieces,
-    split_token_pieces,
-)
+from sft_play.data import preview as page_parts
+from sft_play.data.preview import PreviewRow, TokenBytes, TokenPiece, format_plain_lines, split_token_pieces
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 
 NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'& \x1b[31mred\x1b[0m\x07 \u202egnp.exe\u202c ]] [[ ~~"
 
 
-def run_yaml(folder: Path, model: Path, rows: list[dict[str, Any]], **more: Any) -> Path:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "model": {"name": str(model), "max_seq_len": 256},
-        "tuning": {"mode": "lora"},
-        "data": {"train_path": str(folder / "rows.jsonl"), "val_path": None, "test_path": None},
-        **more,
-    }
-    path = folder / "run.yaml"
-    path.write_text(json.dumps(config))
-    return path
+def run_yaml(folder: Path, model: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_run(folder, model, write_rows(folder / "rows.jsonl", rows), model={"max_seq_len": 256})
 
 
 def look(folder: Path, model: Path, rows: list[dict[str, Any]], *words: str, **wish: Any) -> Preview:
@@ -105,7 +86,7 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     if len(ids) > 3:  # a character of which only a part is trained is shown by its bytes
         labels = [*[-100] * (len(ids) - 1), 1]
         found = split_token_pieces(ids, labels, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
-        assert "".join(map(character_sign, found[-1].text)) == "⟨0x80⟩"
+        assert "".join(map(page_parts.character_sign, found[-1].text)) == "⟨0x80⟩"
         assert (found[-1].is_trained, found[-2].is_trained) == (True, False)
     if name in ("bundled/chatml", "Qwen2.5-Instruct"):
         ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
@@ -115,19 +96,17 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
 
 
 def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
-    assert kept_token_flags([1, 2, 3, 4], [1, 2]) == [True, True, False, False]
-    assert kept_token_flags([1, 2, 3, 4], [3, 4]) == [False, False, True, True]
-    assert kept_token_flags([1, 2, 3, 4], [1, 3, 4]) == [True, False, True, True]
-    assert kept_token_flags([1, 2], [1, 2]) == [True, True]
+    for kept in ([1, 2], [3, 4], [1, 3, 4], [1, 2, 3, 4]):
+        assert page_parts.kept_token_flags([1, 2, 3, 4], kept) == [number in kept for number in range(1, 5)]
 
 
 def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
     row = [TokenPiece("a", (1,)) for _ in range(1_000)] + [TokenPiece("b", (2,), is_trained=True) for _ in range(30)]
-    found = shorten_pieces(row, 100)
+    found = page_parts.shorten_pieces(row, 100)
     gaps = [item for item in found if isinstance(item, str)]
     assert gaps == ["… 950 tokens not shown …"]  # 100 for two stretches
     assert sum(1 for item in found if not isinstance(item, str) and item.is_trained) == 30
-    assert shorten_pieces(row, 2_000) == row
+    assert page_parts.shorten_pieces(row, 2_000) == row
 
 
 def shown(found: list[TokenPiece], **more: Any) -> PreviewRow:
@@ -140,12 +119,9 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
     pieces = [TokenPiece("hi", (1,)), TokenPiece(" yes", (2,), is_trained=True)]
     pieces.append(TokenPiece("no", (3,), is_trained=True, is_kept=False))
     row = shown(pieces, cut_tokens=1, lost_trained_tokens=1)
-    assert format_plain_lines(row) == [
-        "Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); max_seq_len cuts 1 tokens, 1 of them trained",
-        "  hi[[·yes]]",
-        "  --- max_seq_len cuts 1 tokens, 1 of them trained ---",
-        "  ~~[[no]]~~",
-    ]
+    cut = "max_seq_len cuts 1 tokens, 1 of them trained"
+    first = f"Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); {cut}"
+    assert format_plain_lines(row) == [first, "  hi[[·yes]]", f"  --- {cut} ---", "  ~~[[no]]~~"]
     # texts cannot write our marks
     lines = format_plain_lines(shown([TokenPiece("a[[b]]~~", (1,)), TokenPiece("[", (2,)), TokenPiece("[", (3,))]))
     assert lines[1] == "  a[\\[b]\\]~\\~¦[¦["
@@ -153,7 +129,7 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
 
 def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
     row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason="x\x1b[2J", raw_text="\x1b]0;title\x07 \u202e")
-    text = format_terminal_text(row).plain + "".join(format_plain_lines(row))
+    text = page_parts.format_terminal_text(row).plain + "".join(format_plain_lines(row))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert "⟨U+001B⟩[31m" in text
 
@@ -173,22 +149,19 @@ def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
 
 def test_the_page_holds_nothing_of_the_data_but_text():
     row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw_text=NASTY, notes=(NASTY,))
-    text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
+    text = page_parts.render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
-    assert set(page.tags) == {
-        *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span")
-    }
-    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "dir"}
-    assert {name for name, _ in page.attributes} <= allowed
+    allowed = ("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span")
+    assert set(page.tags) == set(allowed)
+    assert {name for name, _ in page.attributes} <= {"lang", "charset", "http-equiv", "content", "name", "class", "dir"}
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     text.encode("utf-8")
 
 
 def test_the_page_allows_its_own_style_and_nothing_else():
-    text = render_html_page([], title="t", intro_lines=[])
-    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
-    assert style is not None
-    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    text = page_parts.render_html_page([], title="t", intro_lines=[])
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'" in text
     assert not re.search(r"url\(|https?://", text)
 
@@ -196,11 +169,9 @@ def test_the_page_allows_its_own_style_and_nothing_else():
 def test_the_page_shows_every_token_in_order(tiny_llama, tmp_path):
     found = look(tmp_path, tiny_llama, [chat("hello there", "the light is on")])
     page = Page((tmp_path / "page.html").read_text())
-    assert "".join(text for _, text in page.tokens) == (
-        "<|im_start|>user⏎\nhello·there<|im_end|>⏎\n<|im_start|>assistant⏎\nthe·light·is·on<|im_end|>⏎\n"
-    )
-    trained = "".join(text for name, text in page.tokens if "y" in name.split())
-    assert trained == "the·light·is·on<|im_end|>"
+    trained, prompt = "the·light·is·on<|im_end|>", "<|im_start|>user⏎\nhello·there<|im_end|>⏎\n<|im_start|>assistant⏎\n"
+    assert "".join(text for _, text in page.tokens) == f"{prompt}{trained}⏎\n"
+    assert "".join(text for name, text in page.tokens if "y" in name.split()) == trained
     assert found.examples[0].method
 
 
@@ -222,8 +193,7 @@ def test_a_bad_row_is_shown_with_its_reason_and_how_it_begins(tiny_llama, tmp_pa
     assert "CANNOT BE USED: " in lines
     assert '"content": "<b>\\u001b"' in lines
     page = (tmp_path / "page.html").read_text()
-    assert "&lt;b&gt;" in page
-    assert "<b>" not in page
+    assert ("&lt;b&gt;" in page, "<b>" in page) == (True, False)
 
 
 def test_rows_are_shown_by_number_or_evenly_and_one_beyond_the_file_is_refused(tiny_llama, tmp_path):
@@ -245,15 +215,13 @@ def test_the_command_says_plain_text_without_escapes_and_json(tiny_llama, tmp_pa
     assert (code, "\x1b" in said, "<|im_end|>]]" in said) == (0, False, True)
     assert (tmp_path / "data" / "preview.html").is_file()
     code, said = command("preview", "--config", str(config), "--json")
-    answer = json.loads(said)
-    assert (code, answer["rows"]) == (0, 1)
-    example = answer["examples"][0]
+    (example,) = json.loads(said)["examples"]
+    assert (code, json.loads(said)["rows"]) == (0, 1)
     assert len(example["input_ids"]) == len(example["labels"]) == example["tokens"]
     assert example["trained"] == sum(label != -100 for label in example["labels"])
 
 
 def test_documents_are_shown_whole_for_cpt(tiny_llama, tmp_path):
     found = look(tmp_path, tiny_llama, [{"text": "yes no " * 200}], "task_mode=cpt", "model.max_seq_len=32")
-    assert found.examples[0].cut_tokens == 0
-    assert found.examples[0].method == "document"
+    assert (found.examples[0].cut_tokens, found.examples[0].method) == (0, "document")
     assert all(piece.is_trained for piece in found.examples[0].pieces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +16,14 @@ from tests.finished_runs import finished_run
 from tests.models import make_llama
 
 
+def change(file: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; those of a section are added to it."""
+    data = json.loads(file.read_text())
+    for name, value in changes.items():
+        data[name] = data.get(name, {}) | value if isinstance(value, dict) else value
+    file.write_text(json.dumps(data))
+
+
 @pytest.fixture
 def received(tmp_path, monkeypatch) -> tuple[Path, Path]:
     """A run folder whose settings allow the code of its base, and the file that this code writes."""
@@ -22,13 +31,10 @@ def received(tmp_path, monkeypatch) -> tuple[Path, Path]:
     monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
     base = make_llama(tmp_path / "base")
     folder = finished_run(tmp_path / "outputs" / "received", base)
-    settings = json.loads((folder / "resolved.json").read_text())
-    settings["model"]["trust_remote_code"] = True
-    (folder / "resolved.json").write_text(json.dumps(settings))
+    change(folder / "resolved.json", model={"trust_remote_code": True})
     mark = tmp_path / "code ran"
-    described = json.loads((base / "config.json").read_text())
     classes = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
-    (base / "config.json").write_text(json.dumps({**described, "auto_map": classes}))
+    change(base / "config.json", auto_map=classes)
     (base / "theirs.py").write_text(
         "from pathlib import Path\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -49,21 +55,16 @@ def given(command: str, folder: Path) -> list[str]:
     return [command, "--run", str(folder), *more.get(command, [])]
 
 
-@pytest.mark.parametrize(
-    # without those that open no model by a run's settings; of `resume`, which trains a stopped run, see below
-    "command",
-    sorted(
-        {*VARIABLES["RUN"].commands}
-        - {"resume", "memory-check", "report", "tensorboard", "tb-open", "tb-stop", "tb-clean"}
-    ),
-)
-def test_the_folders_word_is_refused_with_the_name_of_the_key(received, command, capsys):
+# those that open no model by a run's settings, and `resume`, which trains a stopped run: see below
+LEFT_OUT = {"resume", "memory-check", "report", "tensorboard", "tb-open", "tb-stop", "tb-clean"}
+
+
+@pytest.mark.parametrize("verb", sorted({*VARIABLES["RUN"].commands} - LEFT_OUT))
+def test_the_folders_word_is_refused_with_the_name_of_the_key(received, verb, refuse):
     folder, mark = received
-    assert main(given(command, folder)) == 2
-    printed = "".join(capsys.readouterr())
+    printed = refuse(*given(verb, folder))
     assert "SET=model.trust_remote_code=true" in printed
-    assert "a run folder does not decide that" in printed
-    assert not mark.exists()
+    assert ("a run folder does not decide that" in printed, mark.exists()) == (True, False)
 
 
 KERNEL = f"theirs/flash-own@{'0' * 40}"
@@ -73,15 +74,12 @@ KERNEL = f"theirs/flash-own@{'0' * 40}"
 def with_kernel(received) -> Path:
     """The folder with a kernel of the hub in its settings, which is code too, in place of the base's own."""
     folder, _ = received
-    settings = json.loads((folder / "resolved.json").read_text())
-    settings["model"] |= {"trust_remote_code": False, "attn_implementation": KERNEL}
-    (folder / "resolved.json").write_text(json.dumps(settings))
+    change(folder / "resolved.json", model={"trust_remote_code": False, "attn_implementation": KERNEL})
     return folder
 
 
-def test_a_kernel_of_the_hub_is_fetched_by_the_users_word_alone(with_kernel, capsys):
-    assert main(given("infer", with_kernel)) == 2
-    printed = "".join(capsys.readouterr())
+def test_a_kernel_of_the_hub_is_fetched_by_the_users_word_alone(with_kernel, refuse):
+    printed = refuse(*given("infer", with_kernel))
     assert f"SET=model.attn_implementation={KERNEL}" in printed
     assert "a run folder does not decide that" in printed
 
@@ -89,21 +87,18 @@ def test_a_kernel_of_the_hub_is_fetched_by_the_users_word_alone(with_kernel, cap
 @pytest.mark.parametrize(
     ("value", "said"), [(KERNEL, "kernel"), ("auto", "does not decide"), (KERNEL[:-1] + "1", "does not decide")]
 )
-def test_a_kernel_that_is_named_at_the_command_counts(with_kernel, capsys, value, said):
+def test_a_kernel_that_is_named_at_the_command_counts(with_kernel, command, value, said):
     # it is asked for next: this machine has no package kernels, or no GPU
-    main([*given("infer", with_kernel), f"model.attn_implementation={value}"])
-    printed = "".join(capsys.readouterr())
+    _, printed = command(*given("infer", with_kernel), f"model.attn_implementation={value}")
     assert said in printed
     assert ("does not decide" in printed) is (value != KERNEL)
 
 
-def test_what_the_user_gives_at_the_command_counts(received, capsys):
+def test_what_the_user_gives_at_the_command_counts(received):
     folder, mark = received
-    words = given("infer", folder)
-    assert main([*words, "model.trust_remote_code=false"]) == 2
-    assert not mark.exists()
-    assert main([*words, "model.trust_remote_code=true"]) == 0
-    assert mark.exists()
+    for word, code in (("false", 2), ("true", 0)):
+        assert main([*given("infer", folder), f"model.trust_remote_code={word}"]) == code
+        assert mark.exists() == (word == "true")
 
 
 @pytest.mark.parametrize(
@@ -119,25 +114,21 @@ def test_a_config_that_is_given_counts_for_its_own_model(received, tmp_path, nam
     assert mark.exists() == (code == 0)
 
 
-WAYS = {
-    "its SET": (["model.trust_remote_code=true"], None),
-    "its config": ([], "config.yaml"),
-    "a config that its manifest names": ([], "theirs.yaml"),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stopped_run_that_was_received_runs_code_by_the_users_word_alone(received, tmp_path, command, way):
+@pytest.mark.parametrize(
+    ("overrides", "named"), [(["model.trust_remote_code=true"], None), ([], "config.yaml"), ([], "theirs.yaml")],
+    ids=["its SET", "its config", "a config that its manifest names"],
+)  # fmt: skip
+def test_a_stopped_run_that_was_received_runs_code_by_the_users_word_alone(
+    received, tmp_path, command, overrides, named
+):
     folder, mark = received
-    overrides, named = WAYS[way]
     config = yaml.safe_load((tmp_path / "outputs" / "received.yaml").read_text())
     for name in ("config.yaml", "theirs.yaml"):
         trusts = {"trust_remote_code": True} if named == name else {}
         (folder / name).write_text(json.dumps(config | {"model": config["model"] | trusts}))
-    manifest = json.loads((folder / "manifest.json").read_text())
     path = str(folder / "theirs.yaml") if named == "theirs.yaml" else "/not/here.yaml"
-    manifest |= {"status": "stopped", "overrides": overrides, "config_path": path, "started": manifest["ended"]}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    ended = json.loads((folder / "manifest.json").read_text())["ended"]
+    change(folder / "manifest.json", status="stopped", overrides=overrides, config_path=path, started=ended)
     another = shutil.copytree(folder, folder.parent / "another")
     code, said = command("resume", "--run", str(folder))
     assert (code, "a run folder does not decide that" in said, mark.exists()) == (2, True, False), said

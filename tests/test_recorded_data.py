@@ -34,7 +34,7 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
-from tests.conftest import digest, need_documents_extra
+from tests.conftest import digest, need_documents_extra, write_rows
 from tests.models import CHATML, make_tokenizer
 
 RECORD = Path(__file__).with_name("recorded_data.json")
@@ -199,8 +199,8 @@ def processed(seed: int) -> dict[str, Any]:
         folder = Path(place)
         (folder / "raw").mkdir()
         for number in range(draw.randint(1, 3)):
-            made = odd_rows(draw)
-            lines = "".join(json.dumps(row) + draw.choice(["\n", "\n", "\r\n", "\n\n"]) for row in made)
+            ends = ["\n", "\n", "\r\n", "\n\n"]
+            lines = "".join(json.dumps(row) + draw.choice(ends) for row in odd_rows(draw))
             if draw.random() < 0.2:
                 lines += '{"broken": '
             (folder / "raw" / f"part{number}.jsonl").write_text(lines)
@@ -281,7 +281,7 @@ def shown(seed: int) -> dict[str, Any]:
             {"messages": list(chat.messages), **({"tools": list(chat.tools)} if chat.tools else {})}
             for chat in (conversation(draw) for _ in range(14))
         ]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        write_rows(folder / "train.jsonl", made)
         config = folder / "run.yaml"
         config.write_text(
             f"model: {{name: {model}, max_seq_len: {draw.choice([24, 64, 200])}}}\n"
@@ -295,11 +295,9 @@ def shown(seed: int) -> dict[str, Any]:
         render = answer(["render", "--config", str(config), "--out", str(folder / "rendered")], folder)
         check = checked(config, folder)
         page = folder / "page.html"
-        return {
-            "preview": preview, "render": render, "check": check,
-            "page": digest(page.read_text().replace(place, "F")) if page.exists() else None,
-            "rendered": written(folder / "rendered"),
-        }  # fmt: skip
+        shows = digest(page.read_text().replace(place, "F")) if page.exists() else None
+        return {"preview": preview, "render": render, "check": check, "page": shows,
+                "rendered": written(folder / "rendered")}  # fmt: skip
 
 
 def read(seed: int) -> dict[str, Any]:

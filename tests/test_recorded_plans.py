@@ -34,8 +34,7 @@ MODELS = (
     "google/gemma-3-27b-it", "google/gemma-2-9b", "microsoft/Phi-3.5-mini-instruct", "Qwen/Qwen3-4B", "google/gemma-2b",
     "Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "HuggingFaceTB/SmolLM3-3B",
     "zai-org/GLM-4.5-Air", "ibm-granite/granite-3.1-2b-instruct", "google/gemma-3-1b-it", "allenai/OLMo-2-1124-7B",
-    "mistralai/Ministral-3-3B-Base-2512",
-    "sft-play/starter-base",
+    "mistralai/Ministral-3-3B-Base-2512", "sft-play/starter-base",
 )  # fmt: skip
 MACHINES = (
     "cpu", "RTX3060", "RTX4090", "T4", "V100-32GB", "A100-40GB", "2xA100-80GB", "4xRTX4090", "H100", "2xH200", "8xH100",
@@ -99,38 +98,25 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
     told += [*candidate_table_lines(plan), *suggestion_lines(plan)]
     lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.suggestions]
     return {
-        "layout": plan.layout,
-        "micro_batch": plan.batch.micro_batch,
-        "grad_accum": plan.batch.grad_accum,
-        "checkpointed_layers": plan.choice.checkpointed_layers,
-        "fits": plan.fits,
-        "allocated": plan.memory.allocated,
-        "required": plan.memory.required,
-        "tokens_per_s": float(f"{plan.speed.tokens_per_s:.6g}"),
-        "candidates": len(candidates),
-        "digest": digest(lines),
-        "told": digest(told),
-        "json": digest(plan.as_json()),
-    }
+        "layout": plan.layout, "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum,
+        "checkpointed_layers": plan.choice.checkpointed_layers, "fits": plan.fits,
+        "allocated": plan.memory.allocated, "required": plan.memory.required,
+        "tokens_per_s": float(f"{plan.speed.tokens_per_s:.6g}"), "candidates": len(candidates),
+        "digest": digest(lines), "told": digest(told), "json": digest(plan.as_json()),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_the_numbers_of_plans_are_those_recorded(part):
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     assert set(recorded) == set(settings()), "record them anew: python -m tests.test_recorded_plans"
-    moved = {}
-    for name, setting in list(settings().items())[part::8]:
-        found = numbers(*setting)
-        if found != recorded[name]:
-            moved[name] = {key: (recorded[name].get(key), found.get(key)) for key in {**recorded[name], **found}
-                           if recorded[name].get(key) != found.get(key)}  # fmt: skip
-    assert not moved
+    some = dict(list(settings().items())[part::8])
+    assert {name: numbers(*setting) for name, setting in some.items()} == {name: recorded[name] for name in some}
 
 
 def test_the_recorded_plans_cover_every_layout_and_few_refusals():
     recorded = list(json.loads(RECORD.read_text(encoding="utf-8")).values())
-    assert len(recorded) == COUNT
-    assert sum("refused" in item for item in recorded) < COUNT // 4
+    assert sum("refused" in item for item in recorded) < COUNT // 4 <= len(recorded) // 4
     assert {"single", "ddp", "fsdp"} <= {item.get("layout") for item in recorded}
     assert {True, False} <= {item.get("fits") for item in recorded}
 

@@ -4,6 +4,7 @@ runs or leaks; what differs between runs is listed, and nothing else."""
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 import re
@@ -15,21 +16,8 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.report import (
-    COLOURS,
-    Chart,
-    Curve,
-    build_run_charts,
-    compare_runs,
-    draw_chart,
-    find_differences,
-    read_record,
-    report_on_exit,
-    report_sections,
-    thin_points,
-    write_final_report,
-    write_report,
-)
+from sft_play.finished import report as reports
+from sft_play.finished.report import COLOURS, Chart, Curve, draw_chart, find_differences, read_record, write_report
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
@@ -54,18 +42,15 @@ def test_the_page_shows_what_a_finished_run_recorded_and_needs_no_network(tmp_pa
     log = "2026-01-01T00:00:01 WARNING sft_play.data: 3 rows are odd\n2026-01-01T00:00:02 INFO x: fine\n" * 2
     folder = recorded_run(tmp_path / "first", like=plan_of, metrics=metrics, summary=SUMMARY, log=log)
     written = write_report(read_record(folder))
-    assert written.path == folder.path / "report.html"
-    assert len(written.charts) == 5  # loss, learning rate, gradient norm, speed, padding
-    text = written.path.read_text(encoding="utf-8")
+    text = (folder.path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert page.tags.count("svg") == 5
+    assert len(written.charts) == page.tags.count("svg") == 5  # loss, learning rate, gradient norm, speed, padding
     assert {"script", "link", "img", "iframe"} & set(page.tags) == set()
     assert {"src", "href", "xlink:href", "srcset"} & {name for name, _ in page.attributes} == set()
     assert not re.search(r"url\(|@import", text)
     for shown in ("4.0000 → 0.5000", "0.0% → 75.0%", "+50%", "-20%", "rows_kept: 1234", "two and two?", "A CPU"):
         assert shown in page.text, shown
-    assert page.text.count("3 rows are odd") == 1
-    assert "fine" not in page.text
+    assert (page.text.count("3 rows are odd"), "fine" in page.text) == (1, False)
     assert f"make reproduce RUN={folder.path}" in page.text
 
 
@@ -88,8 +73,7 @@ def test_nothing_that_comes_from_data_is_read_as_html(tmp_path, plan_of):
     (folder.path / "plan.json").write_text("[1, 2")  # a damaged file is a missing one
     written = write_report(read_record(folder))
     page = Page(written.path.read_text(encoding="utf-8"))
-    assert len(written.charts) == 4
-    assert page.text.count(HOSTILE) >= 12  # shown as text, and so not run
+    assert (len(written.charts), page.text.count(HOSTILE) >= 12) == (4, True)  # shown as text, and so not run
     assert {"script", "img"} & set(page.tags) == set()
     assert not [name for name, _ in page.attributes if name.startswith("on")]
 
@@ -97,10 +81,10 @@ def test_nothing_that_comes_from_data_is_read_as_html(tmp_path, plan_of):
 def test_no_secret_reaches_the_page_however_html_would_spell_it(tmp_path, plan_of, monkeypatch):
     secret = "s&cr<t>'quoted\"12"
     monkeypatch.setenv("MY_SERVICE_TOKEN", secret)
-    folder = recorded_run(tmp_path / "first", like=plan_of, metrics=steps(3), summary=SUMMARY)
     sample = {"asked": f"is it {secret}?", "expected": "x", "before": "hf_" + "a" * 30, "after": "y", "right": False}
-    (folder.path / "summary.json").write_text(json.dumps({**SUMMARY, "samples": [sample]}))
-    (folder.path / "train.log").write_text(f"2026-01-01T00:00:01 WARNING a.b: https://me:{secret}@host {secret}\n")
+    log = f"2026-01-01T00:00:01 WARNING a.b: https://me:{secret}@host {secret}\n"
+    summary = {**SUMMARY, "samples": [sample]}
+    folder = recorded_run(tmp_path / "first", like=plan_of, metrics=steps(3), summary=summary, log=log)
     (folder.path / "config.yaml").write_text(f"key: {secret}\n")
     text = write_report(read_record(folder)).path.read_text(encoding="utf-8")
     page = Page(text)
@@ -148,13 +132,11 @@ def test_stages_follow_each_other(tmp_path, plan_of):
     record = read_record(folder)
     assert [(part.name, part.steps) for part in record.parts] == [("short", 3), ("long", 2)]
     assert record.curve("loss") == [(1, 8.0), (2, 4.0), (3, 8 / 3), (4, 8.0), (5, 4.0)]
-    assert record.stage_starts == [0, 3]
-    assert record.steps == 5
+    assert (record.stage_starts, record.steps) == ([0, 3], 5)
     written = write_report(record)
-    text = Page(written.path.read_text(encoding="utf-8")).text
-    sections = {section.title: section for section in report_sections(record, [])}
+    sections = {section.title: section for section in reports.report_sections(record, [])}
     assert [table.headers[0] for table in sections["Predicted and measured"].tables] == ["short", "long"]
-    assert "short (3 steps), long (2 steps)" in text
+    assert "short (3 steps), long (2 steps)" in Page(written.path.read_text(encoding="utf-8")).text
     assert len(written.charts) == 3
 
 
@@ -177,11 +159,11 @@ def test_a_run_on_gpus_is_compared_by_allocated_bytes_of_each_moment(tmp_path, p
     plan = json.loads((folder.path / "plan.json").read_text())
     plan["hardware"]["gpus"] = [{"name": "H200"}]
     (folder.path / "plan.json").write_text(json.dumps(plan))
-    sections = {section.title: section for section in report_sections(read_record(folder), [])}
-    rows = {row[0]: row[1:] for row in sections["Predicted and measured"].tables[0].rows}
-    assert rows["memory in training"] == ("40.0 GiB", "30.0 GiB", "-25%")
-    assert rows["memory in saving"] == ("20.0 GiB", "-", "")
-    assert rows["peak, reserved, in training"] == ("50.0 GiB", "55.0 GiB", "+10%")
+    sections = {section.title: section for section in reports.report_sections(read_record(folder), [])}
+    assert {
+        ("memory in training", "40.0 GiB", "30.0 GiB", "-25%"), ("memory in saving", "20.0 GiB", "-", ""),
+        ("peak, reserved, in training", "50.0 GiB", "55.0 GiB", "+10%"),
+    } <= set(sections["Predicted and measured"].tables[0].rows)  # fmt: skip
     assert dict(sections["What was run"].pairs)["machine"] == "8 x H200"
 
 
@@ -196,9 +178,8 @@ def test_time_is_the_sum_over_every_step_and_speed_the_mean_of_what_was_logged(t
         lines.append({"step": step, "loss": 1.0, "step_time_s": took, "tokens_per_s": speed})
         lines.append({"step": step, "eval_loss": 1.0})
     (part,) = read_record(recorded_run(tmp_path / "run", metrics=lines)).parts
-    assert part.training_s == pytest.approx(seconds)
-    assert part.tokens_per_s == pytest.approx(sum(speeds) / len(speeds))
-    assert part.steps == step
+    wanted = (seconds, sum(speeds) / len(speeds), step)
+    assert (part.training_s, part.tokens_per_s, part.steps) == pytest.approx(wanted)
 
 
 def test_samples_are_spaced_over_what_was_asked_and_cut():
@@ -208,9 +189,8 @@ def test_samples_are_spaced_over_what_was_asked_and_cut():
     after = EvalMetrics(answers=tuple(asked(n, f" a{n} " if n % 2 else "no" * 3000) for n in range(40)))
     before = EvalMetrics(answers=tuple(asked(n, f"old{n}") for n in range(20)))
     kept = sample_answers(before, after)
-    assert len(kept) == MAX_KEPT_SAMPLES == 12
     numbers = [int(sample["asked"][1:]) for sample in kept]
-    assert numbers == [40 * n // 12 for n in range(12)]
+    assert numbers == [40 * n // 12 for n in range(MAX_KEPT_SAMPLES)]
     for sample, number in zip(kept, numbers, strict=True):
         assert sample["before"] == (f"old{number}" if number < 20 else None)
         assert sample["right"] == bool(number % 2)
@@ -222,7 +202,7 @@ def test_a_long_curve_is_averaged_in_groups_of_neighbours():
     draw = random.Random(1)
     for count in (1, 299, 300, 301, 3000, 4567):
         points = [(float(step), draw.random()) for step in range(count)]
-        kept = thin_points(points)
+        kept = reports.thin_points(points)
         assert len(kept) == min(count, 300)
         groups = np.array_split(np.arange(count), len(kept))
         for (x, y), group in zip(kept, groups, strict=True):
@@ -233,7 +213,7 @@ def test_a_long_curve_is_averaged_in_groups_of_neighbours():
 def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
     def charts_of(name, metrics):
         record = read_record(recorded_run(tmp_path / name, metrics=metrics))
-        return {chart.title: chart for chart in build_run_charts(record)}
+        return {chart.title: chart for chart in reports.build_run_charts(record)}
 
     assert charts_of("run", [{"step": 1, "memory_predicted_gib": 3.0}]) == {}  # no curve of the run
     for name, share, has_chart in (("flat", 0.0, False), ("padded", 0.1, True)):
@@ -283,12 +263,11 @@ def test_make_report_as_it_is_typed(tmp_path, plan_of, command):
     recorded_run(tmp_path / "outputs" / "first", like=plan_of, metrics=steps(5), summary=SUMMARY)
     words = ("--config", "configs/run_starter.yaml", f"output.dir={tmp_path}/outputs")
     code, printed = command("report", *words)
-    assert code == 0, printed
-    assert printed.startswith("[report] Run first: status finished, ")
+    assert (code, printed.startswith("[report] Run first: status finished, ")) == (0, True), printed
     code, printed = command("report", *words, "--json", "--out", str(tmp_path / "elsewhere.html"))
     answer = json.loads(printed)
-    assert (answer["ok"], answer["status"], answer["charts"]) == (True, "finished", 3)
-    assert answer["path"] == str(tmp_path / "elsewhere.html")
+    found = (answer["ok"], answer["status"], answer["charts"], answer["path"])
+    assert found == (True, "finished", 3, str(tmp_path / "elsewhere.html"))
     assert (tmp_path / "elsewhere.html").read_text().startswith("<!DOCTYPE html>")
     for wrong, told in ((tmp_path, "is a folder"), (tmp_path / "elsewhere.html" / "x", "cannot be written")):
         code, printed = command("report", *words, "--out", str(wrong))
@@ -301,7 +280,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
     page = folder.path / "report.html"
 
     def train():
-        with report_on_exit(folder):
+        with reports.report_on_exit(folder):
             folder.update_manifest(status="failed")
             raise RuntimeError("the step")
 
@@ -310,7 +289,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
     assert f"Report: {page}" in caplog.text
     page.unlink()
     for refused in (folder, RunFolder(tmp_path / "never")):  # before it began: nothing is written
-        with pytest.raises(ConfigError), report_on_exit(refused):
+        with pytest.raises(ConfigError), reports.report_on_exit(refused):
             raise ConfigError("no")
     assert [page.exists(), (tmp_path / "never").exists()] == [False, False]
 
@@ -318,18 +297,16 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     folder = recorded_run(tmp_path / "run", metrics=steps(3))
     (folder.path / "report.html").mkdir()
-    write_final_report(folder)
+    reports.write_final_report(folder)
     monkeypatch.setattr("sft_play.finished.report.read_record", lambda folder: 1 / 0)  # a fault of ours
-    write_final_report(folder)
+    reports.write_final_report(folder)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert ["is a folder" in caplog.text, "ZeroDivisionError" in caplog.text] == [True, True]
 
 
 def changed(resolved: dict, path: str, value: object) -> None:
     *outer, name = path.split(".")
-    for part in outer:
-        resolved = resolved[part]
-    resolved[name] = value
+    functools.reduce(lambda section, part: section[part], outer, resolved)[name] = value
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -376,10 +353,10 @@ def test_runs_are_refused_before_anything_is_written(tmp_path):
     one = recorded_run(tmp_path / "one")
     page = tmp_path / "page.html"
     with pytest.raises(ConfigError, match="names one twice"):
-        compare_runs([one, find_run_folder(tmp_path, str(one.path))], path=page)
+        reports.compare_runs([one, find_run_folder(tmp_path, str(one.path))], path=page)
     (tmp_path / "odd").mkdir()
     with pytest.raises(RunFolderError, match="not a run folder"):
-        compare_runs([one, find_run_folder(tmp_path, "one"), find_run_folder(tmp_path, "odd")], path=page)
+        reports.compare_runs([one, find_run_folder(tmp_path, "one"), find_run_folder(tmp_path, "odd")], path=page)
     assert not page.exists()
 
 

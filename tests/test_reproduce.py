@@ -18,7 +18,7 @@ from sft_play.finished import reproduce
 from sft_play.finished.reproduce import compare_weights, describe_code
 from sft_play.runs.folder import code_state
 from tests import warm
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows
 
 pytestmark = pytest.mark.build
 
@@ -37,11 +37,14 @@ def reproduced(folder: Path, run: str, *words: str, code: int = 0) -> dict[str, 
     return answer
 
 
+def refused(folder: Path, run: str = "first") -> str:
+    return sft_play(folder, "reproduce", "--run", run, code=2)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama):
     folder = tmp_path_factory.mktemp("world")
-    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40)]
-    (folder / "rows.jsonl").write_text("".join(rows))
+    write_rows(folder / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(40)))
     (folder / "run.yaml").write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\n"
         "data: {train_path: rows.jsonl, val_path: null, test_path: null, val_fraction: 0.2}\n"
@@ -88,20 +91,17 @@ def test_what_training_read_has_to_be_there_unchanged(copy, tiny_llama):
     first, rows = copy / "outputs" / "first", copy / "rows.jsonl"
     text = rows.read_text()
     rows.write_text(text.replace("it is 3.", "it is 4."))
-    said = sft_play(copy, "reproduce", "--run", "first", code=2)
-    assert "data train: the content of rows.jsonl has changed since the run" in said
+    assert "data train: the content of rows.jsonl has changed since the run" in refused(copy)
     rows.write_text(text)
     base = shutil.copytree(tiny_llama, copy / "base")
     change(first / "resolved.json", model__name=str(base))
     tensors = load_file(base / "model.safetensors")
     save_file({name: tensor * 2 for name, tensor in tensors.items()}, base / "model.safetensors", {"format": "pt"})
-    said = sft_play(copy, "reproduce", "--run", "first", code=2)
-    assert "are not those that" in said
+    assert "are not those that" in refused(copy)
     shutil.copyfile(tiny_llama / "model.safetensors", base / "model.safetensors")
     (base / "chat_template.jinja").write_text((base / "chat_template.jinja").read_text() + " ")
-    said = sft_play(copy, "reproduce", "--run", "first", code=2)
-    assert f"tokenizer: that of {base}, or its template, has changed" in said
-    assert [path.name for path in (copy / "outputs").iterdir() if "reproduced" in path.name] == []
+    assert f"tokenizer: that of {base}, or its template, has changed" in refused(copy)
+    assert list((copy / "outputs").glob("*reproduced*")) == []
 
 
 def test_another_seed_differs_and_what_the_plan_had_decided_is_kept(copy):
@@ -123,8 +123,7 @@ def test_a_run_with_stages_that_continues_an_adapter_is_repeated(copy):
     assert reproduced(copy, "second")["steps"] == 3
     file = copy / "outputs" / "first" / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
-    said = sft_play(copy, "reproduce", "--run", "second", code=2)
-    assert "which it began from, has changed since" in said
+    assert "which it began from, has changed since" in refused(copy, "second")
 
 
 @pytest.mark.slow
@@ -163,16 +162,13 @@ def test_other_code_than_the_runs_is_refused(checkout):
     assert "unchanged since the run" in describe_code(new, package=package)
     (package / "__init__.py").write_text("number = 3\n")
     dirty = {"code": code_state(package)}
-    assert dirty["code"]["git"]["dirty"]
     assert ", with changes)" in describe_code(dirty, package=package)  # changed without a commit, and still the same
     (package / "__init__.py").write_text("number = 4\n")
     commit = old["code"]["git"]["commit"][:12]
-    cases = {
-        rf"\(commit {commit}\): git worktree add \.\./then {commit} has it": old,
-        r"with changes\): git worktree": dirty,
-        r"\(no commit\)$": {"code": {"sha256": "0", "git": None}},
-    }
-    for said, manifest in cases.items():
+    for said, manifest in (
+        (rf"\(commit {commit}\): git worktree add \.\./then {commit} has it", old),
+        (r"with changes\): git worktree", dirty), (r"\(no commit\)$", {"code": {"sha256": "0", "git": None}}),
+    ):  # fmt: skip
         with pytest.raises(RunFolderError, match=said):
             describe_code(manifest, package=package)
 
@@ -202,15 +198,11 @@ def test_the_first_tensor_that_differs_is_the_first_of_the_file(tmp_path, dtype)
     save_file(changed, other / "model.safetensors")
     differing = compare_weights(one, other)[1]
     assert list(differing) == ["t2", "t3"]
-    largest = float((changed["t2"].double() - tensors["t2"].double()).abs().max())
-    assert differing["t2"] == largest > 0
+    assert differing["t2"] == float((changed["t2"].double() - tensors["t2"].double()).abs().max()) > 0
     changed = {**tensors, "t4": tensors["t4"][:2].contiguous(), "t9": tensors["t0"].clone()}
     del changed["t1"]
     save_file(changed, other / "model.safetensors")
-    count, differing = compare_weights(one, other)
-    assert list(differing) == ["t1", "t4", "t9"]
-    assert set(differing.values()) == {float("inf")}
-    assert count == 6
+    assert compare_weights(one, other) == (6, dict.fromkeys(["t1", "t4", "t9"], float("inf")))
     # zeros of two signs are two values, and equal NaNs one
     for folder, zero in ((one, 0.0), (other, -0.0)):
         save_file({"nan": torch.tensor([float("nan")]), "zero": torch.tensor([zero])}, folder / "model.safetensors")

@@ -22,7 +22,7 @@ from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, OomEvent, RunFolder, write_oom_note
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 from tests.models import uneven_run
 from tests.test_train import assert_same_bits, losses, weights
 
@@ -41,22 +41,16 @@ def test_what_died_is_told_from_what_would_fail_again(seed):
     followed = RankExit(0, 10, 1, 101.0, Failure("peer", 1, "RuntimeError", "gloo: closed", "", 101.5, 0, "a", 10))
     others = [followed] if kind in ("user", "fault", None) and code != -15 and draw.random() < 0.5 else []
     found = describe_crash([root, *others], 2, was_requested=asked)
-    if kind is None:
-        helps = code != -15  # somebody ended it by a signal that asks
-    else:
-        helps = kind in ("peer", "hung") or (kind == "fault" and name in ("AcceleratorError", "DistBackendError"))
+    helps = kind in ("peer", "hung") or (kind == "fault" and name in ("AcceleratorError", "DistBackendError"))
+    helps = helps or (kind is None and code != -15)  # somebody ended it by a signal that asks
     assert (found is not None) is (helps and not asked)
     assert found is None or "words" in found or found.startswith("rank 1 of 2 (pid 11)")
 
 
 @pytest.fixture
 def config(tmp_path) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {name: gpt2, max_seq_len: 64}\ndata: {train_path: rows.jsonl}\n"
-        f"train: {{effective_batch_size: 2}}\noutput: {{dir: {tmp_path}, name: one}}\n"
-    )
-    return path
+    output = {"dir": str(tmp_path), "name": "one"}
+    return write_run(tmp_path, Path("gpt2"), Path("rows.jsonl"), train={"effective_batch_size": 2}, output=output)
 
 
 def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
@@ -145,15 +139,12 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by signal 50")
 
 
-@pytest.mark.parametrize(
-    ("environ", "words", "said"),
-    [
-        ({"MAX_RESTARTS": "-1"}, (), "is not a whole number from 0"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (), "has started on one machine"),
-        ({}, ("tuning.backend=unsloth",), "does not watch Unsloth's processes"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (), "started on one machine"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "words", "said"), [
+    ({"MAX_RESTARTS": "-1"}, (), "is not a whole number from 0"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (), "has started on one machine"),
+    ({}, ("tuning.backend=unsloth",), "does not watch Unsloth's processes"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (), "started on one machine"),
+])  # fmt: skip
 def test_where_nothing_could_be_started_again_it_is_refused(command, config, monkeypatch, environ, words, said):
     for name, text in {"MAX_RESTARTS": "2", **environ}.items():
         monkeypatch.setenv(name, text)
@@ -161,8 +152,7 @@ def test_where_nothing_could_be_started_again_it_is_refused(command, config, mon
         monkeypatch.setattr("sft_play.launch.planning.refusals", lambda *_, **__: ())
         monkeypatch.setattr("sft_play.launch.planning.find_unsloth_layout", lambda *_: "single")
     code, printed = command("train", "--config", str(config), *words)
-    assert code == 2
-    assert said in printed
+    assert (code, said in printed) == (2, True), printed
     assert not (config.parent / "one").exists()
 
 
@@ -201,30 +191,28 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def begun(world: Path, command: str, name: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def begun(world: Path, command: str, name: str, *words: str, **environ: str) -> tuple[int, str]:
     marks = world / f"marks-{name}"
     marks.mkdir()
     path = f"{ROOT}{os.pathsep}{world}/site"
     given = [warm.python(), "-m", "sft_play", command, "--config", f"{world}/run.yaml", f"output.name={name}"]
     given += ["tuning.lora.dropout=0.1", "train.save_steps=1", *words]
-    return subprocess.run(given, cwd=ROOT, env=clean_environment(PYTHONPATH=path, MARKS=str(marks), **environ),
-                          capture_output=True, text=True, timeout=550)  # fmt: skip
+    kept = clean_environment(PYTHONPATH=path, MARKS=str(marks), **environ)
+    ended = subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=550)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [("ddp", ["tuning.mode=lora"]), ("fsdp", ["tuning.mode=full", "train.bf16=true"])],
-    ids=["ddp-lora-fp32", "fsdp-full-bf16"],
-)
+@pytest.mark.parametrize(("strategy", "words"), [
+    ("ddp", ["tuning.mode=lora"]), ("fsdp", ["tuning.mode=full", "train.bf16=true"]),
+], ids=["ddp-lora-fp32", "fsdp-full-bf16"])  # fmt: skip
 def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strategy, words):
     of_ranks = {"STRATEGY": strategy, "NPROC": "2"}
-    whole = begun(world, "train-distributed", f"{strategy}-whole", *words, **of_ranks)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    broken = begun(world, "train-distributed", f"{strategy}-broken", *words, DYING="1", AT_STEP="4", TIMES="2",
+    code, printed = begun(world, "train-distributed", f"{strategy}-whole", *words, **of_ranks)
+    assert code == 0, printed
+    code, printed = begun(world, "train-distributed", f"{strategy}-broken", *words, DYING="1", AT_STEP="4", TIMES="2",
                    SIGNAL=str(int(signal.SIGKILL)), MAX_RESTARTS="2", **of_ranks)  # fmt: skip
-    printed = broken.stdout + broken.stderr
-    assert broken.returncode == 0, printed
+    assert code == 0, printed
     for k in (1, 2):
         line = next(line for line in printed.splitlines() if f"Restart {k} of 2: " in line)
         assert "rank 1 of 2 (pid " in line
@@ -240,9 +228,8 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strate
 @pytest.mark.slow
 def test_one_process_that_crashes_each_time_ends_after_its_restarts(world):
     crash = {"DYING": "0", "AT_STEP": "2", "TIMES": "9", "SIGNAL": str(int(signal.SIGSEGV)), "MAX_RESTARTS": "1"}
-    ended = begun(world, "train", "crash", "tuning.mode=lora", **crash)
-    printed = ended.stdout + ended.stderr
-    assert ended.returncode == 1, printed
+    code, printed = begun(world, "train", "crash", "tuning.mode=lora", **crash)
+    assert code == 1, printed
     assert len(list((world / "marks-crash").iterdir())) == 2
     assert "killed by SIGSEGV; the run goes on from the checkpoint of step 1" in printed
     manifest = json.loads((world / "outputs" / "crash" / "manifest.json").read_text())
@@ -252,13 +239,12 @@ def test_one_process_that_crashes_each_time_ends_after_its_restarts(world):
 @pytest.mark.slow
 def test_one_process_that_is_launched_to_be_watched_trains_as_one_that_is_not(world):
     """And what a restart cannot help, an exception, is not started again."""
-    plain = begun(world, "train", "plain", "tuning.mode=lora")
-    watched = begun(world, "train", "watched", "tuning.mode=lora", MAX_RESTARTS="3")
-    assert (plain.returncode, watched.returncode) == (0, 0), watched.stdout + watched.stderr
+    for name, more in (("plain", {}), ("watched", {"MAX_RESTARTS": "3"})):
+        code, printed = begun(world, "train", name, "tuning.mode=lora", **more)
+        assert code == 0, printed
     folders = [world / "outputs" / name for name in ("plain", "watched")]
     assert_same_bits(*map(weights, folders))
     assert json.loads((folders[1] / "manifest.json").read_text())["layout"] == "single"
-    stops = begun(world, "train", "nan", "tuning.mode=lora", "train.learning_rate=1e38", "train.max_grad_norm=0",
-                  MAX_RESTARTS="3")  # fmt: skip
-    assert stops.returncode == 2, stops.stdout + stops.stderr
-    assert "Restart" not in stops.stdout + stops.stderr
+    words = ("tuning.mode=lora", "train.learning_rate=1e38", "train.max_grad_norm=0")
+    code, printed = begun(world, "train", "nan", *words, MAX_RESTARTS="3")
+    assert (code, "Restart" in printed) == (2, False), printed

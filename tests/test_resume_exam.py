@@ -34,9 +34,8 @@ def test_every_fault_of_a_resume_is_named(seed):
     assert compared("", after, unbroken, resumed).passed
     fault = draw.choice(["state", "loss", "tiny loss", "order", "skipped", "repeated", "nothing"])
     if fault == "state":
-        name = draw.choice(STATES)
-        resumed[after].state[name] += "!"
-        wanted = {name}
+        wanted = {draw.choice(STATES)}
+        resumed[after].state["".join(wanted)] += "!"
     elif fault in ("loss", "tiny loss"):
         resumed[after].losses[0] += exam.FIRST_LOSS * (2 if fault == "loss" else 0.5)
         wanted = {"first loss"} if fault == "loss" else set()

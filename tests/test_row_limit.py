@@ -30,7 +30,7 @@ from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
 from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, find_piece_end, read_line_blocks, read_text_pieces
 from sft_play.errors import DataError
-from tests.conftest import chat
+from tests.conftest import chat, write_rows
 
 MIB = 1 << 20
 LIMIT = "the row is larger than 1 MiB"
@@ -104,20 +104,24 @@ def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypa
         assert found == expected
 
 
+def middle_of(path: Path) -> tuple[str, str]:
+    """Place and reason of the bad row between two good ones."""
+    rows = list(read_rows(path, split="train"))
+    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
+    return rows[1].where, rows[1].reason
+
+
 def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
     path = tmp_path / "a.json"
     big = json.dumps({"text": "x" * (MIB + 9)})
     path.write_text(f'[{{"text": "a"}},\n{big},\n{{"text": "b"}}]')
-    rows = list(read_rows(path, split="train"))
-    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert (rows[1].where, rows[1].reason) == (f"{path}:2", LIMIT)
+    assert middle_of(path) == (f"{path}:2", LIMIT)
     # an object around the rows is read whole, so it has the limit of a row
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * 9 + '{"text": "x"}]}')
     assert [row.data for row in read_rows(path, split="train")] == [{"text": "x"}] * 10
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * (MIB // 8) + '{"text": "x"}]}')
     (row,) = read_rows(path, split="train")
-    assert row.reason == LIMIT
-    assert "jq -c '.KEY[]' FILE > rows.jsonl" in row.detail
+    assert (row.reason, "jq -c '.KEY[]' FILE > rows.jsonl" in row.detail) == (LIMIT, True)
 
 
 def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
@@ -143,19 +147,16 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     pyarrow.feather.write_feather(table, str(tmp_path / "a.arrow"))
     for name in ("a.parquet", "a.arrow"):
-        rows = list(read_rows(tmp_path / name, split="train"))
-        assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-        assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/{name}:row 2", LIMIT)
+        assert middle_of(tmp_path / name) == (f"{tmp_path}/{name}:row 2", LIMIT)
 
 
 def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    texts = [f"{number} " + "x" * 500_000 for number in range(80)]
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pa.table({"text": texts}), path, row_group_size=80, use_dictionary=False)
-    del texts
+    path, table = tmp_path / "a.parquet", pa.table({"text": [f"{number} " + "x" * 500_000 for number in range(80)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=80, use_dictionary=False)
+    del table
     with traced(24 * MIB):
         found = [int(row.data["text"].split()[0]) for row in read_rows(path, split="train")]
     assert found == list(range(80))
@@ -186,14 +187,11 @@ def test_pieces_of_a_text_joined_are_the_text(tmp_path, monkeypatch):
 
 
 def test_a_text_is_cut_behind_paragraphs_then_lines_then_words():
-    paragraphs = "one two\nthree\n\n" * 20
-    assert paragraphs[: find_piece_end(paragraphs, 100)].endswith("three\n\n")
-    lines = "one two\n" * 40
-    assert lines[: find_piece_end(lines, 100)].endswith("two\n")
+    for text, end in (("one two\nthree\n\n" * 20, "three\n\n"), ("one two\n" * 40, "two\n")):
+        assert text[: find_piece_end(text, 100)].endswith(end)
     words = "one two " * 40
     cut = find_piece_end(words, 100)
-    assert words[cut - 1] != " "
-    assert words[cut] == " "
+    assert (words[cut - 1] == " ", words[cut] == " ") == (False, True)
     assert find_piece_end("x" * 400, 100) == 100
 
 
@@ -206,14 +204,10 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     assert sum(size for _, size in rows) == path.stat().st_size
     assert max(size for _, size in rows) <= raw.TEXT_CHARS * 2
     assert rows[0][0] == f"{path}:1"
-    config = config_from_text(
-        f"model: {{name: x}}\ntask_mode: cpt\ndata: {{process: {{raw_path: {path}, out_dir: {tmp_path}/out}}}}\n",
-        name="run.yaml",
-        overrides=("data.process.val_fraction=0", "data.process.test_fraction=0"),
-    )
-    report = process_files(config)
-    assert report.rows_kept == len(rows)
-    assert report.notes[NOTE_PIECE].count == len(rows)
+    fixed = f"{{raw_path: {path}, out_dir: {tmp_path}/out, val_fraction: 0, test_fraction: 0}}"
+    text = f"model: {{name: x}}\ntask_mode: cpt\ndata: {{process: {fixed}}}\n"
+    report = process_files(config_from_text(text, name="run.yaml"))
+    assert report.rows_kept == report.notes[NOTE_PIECE].count == len(rows)
     written = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
     assert "".join(json.loads(line)["text"] for line in written) == path.read_text()
 
@@ -240,16 +234,10 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
 
 
 def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
-    path = tmp_path / "a.jsonl"
-    row = json.dumps(chat("q", "x" * 500_000)) + "\n"
-    with path.open("w") as file:
-        for _ in range(160):  # 80 MB
-            file.write(row)
+    path = write_rows(tmp_path / "a.jsonl", [chat("q", "x" * 500_000)] * 160)  # 80 MB
     with traced(45 * MIB):
         size = estimate_size(DataConfig(train_path=str(path)))
-    assert size is not None
-    assert size.rows == 160
-    assert abs(size.characters / 80_001_000 - 1) < 0.02
+    assert (size.rows, size.characters) == (160, pytest.approx(80_001_000, rel=0.02))
 
 
 def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):
@@ -275,8 +263,7 @@ def test_a_command_that_is_killed_leaves_no_half_written_file_under_its_name(tmp
     code = (
         "import os, signal, sys; from pathlib import Path; from sft_play.data.managed_outputs import OutputFolder\n"
         "with OutputFolder(Path(sys.argv[1]), ('a.jsonl',), force=False, command='process') as out:\n"
-        "    file = out.open('a.jsonl'); file.write('x' * 1_000_000); file.flush()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    file = out.open('a.jsonl'); file.write('x' * 10**6); file.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     (tmp_path / "out").mkdir()
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)

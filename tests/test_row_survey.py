@@ -15,7 +15,7 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.launch import row_survey
 from sft_play.starter import BASE
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows, write_run
 
 LONG, SHORT = "yes no " * 20, "yes"
 
@@ -24,25 +24,17 @@ LONG, SHORT = "yes no " * 20, "yes"
 def run(tmp_path, tiny_llama, monkeypatch) -> Path:
     """A run YAML whose rows are far shorter than max_seq_len, and a longer one that is held out."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    write(tmp_path / "train.jsonl", [SHORT] * 12)
-    write(tmp_path / "val.jsonl", [LONG])
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 400}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {tmp_path}/train.jsonl, val_path: {tmp_path}/val.jsonl, test_path: null}}\n"
-        f"train: {{effective_batch_size: 8, max_steps: 1, report_to: []}}\neval: {{steps: 0}}\n"
-        f"output: {{dir: {tmp_path}/outputs}}\n"
-    )
-    return path
+    rows, held_out = write(tmp_path / "train.jsonl", [SHORT] * 12), write(tmp_path / "val.jsonl", [LONG])
+    return write_run(tmp_path, tiny_llama, rows, model={"max_seq_len": 400}, data={"val_path": str(held_out)},
+                     train={"max_steps": 1}, eval={"steps": 0})  # fmt: skip
 
 
-def write(path: Path, answers: list[str]) -> None:
-    path.write_text("".join(json.dumps(chat(f"what is {n}?", answer)) + "\n" for n, answer in enumerate(answers)))
+def write(path: Path, answers: list[str]) -> Path:
+    return write_rows(path, (chat(f"what is {n}?", answer) for n, answer in enumerate(answers)))
 
 
-def planned(command: Any, run: Path, *words: str) -> dict[str, Any]:
-    code, said = command("plan", "--config", str(run), "--json", *words)
-    assert code == 0, said
+def planned(succeed: Any, run: Path, *words: str) -> dict[str, Any]:
+    said = succeed("plan", "--config", str(run), "--json", *words)
     found: dict[str, Any] = json.loads(said[said.index("{") : said.rindex("}") + 1])
     return found
 
@@ -55,48 +47,46 @@ def tokens(tiny_llama: Path, path: Path) -> list[int]:
     return [len(tokenizer(tokenizer.apply_chat_template(row, tokenize=False))["input_ids"]) for row in rows]
 
 
-def test_a_plan_says_that_the_data_is_not_here(run, command):
-    code, said = command("plan", "--config", str(run), f"data.train_path={run.parent}/trian.jsonl")
-    assert code == 0, said  # the data may be on the machine that trains
+def test_a_plan_says_that_the_data_is_not_here(run, succeed):
+    # it may be on the machine that trains
+    said = succeed("plan", "--config", str(run), f"data.train_path={run.parent}/trian.jsonl")
     assert "the data are not here: data.train_path: " in said
     assert "train.jsonl" in said, "the names that are there show the misspelt one"
-    assert planned(command, run, f"data.train_path={run.parent}/trian.jsonl")["row_tokens"] is None
+    assert planned(succeed, run, f"data.train_path={run.parent}/trian.jsonl")["row_tokens"] is None
 
 
-def test_a_plan_has_the_lengths_of_the_rows_and_the_memory_of_the_longest(run, tiny_llama, command):
-    plan = planned(command, run)
+def test_a_plan_has_the_lengths_of_the_rows_and_the_memory_of_the_longest(run, tiny_llama, succeed):
+    plan = planned(succeed, run)
     lengths, held_out = (tokens(tiny_llama, run.parent / f"{name}.jsonl") for name in ("train", "val"))
     found = plan["row_tokens"]
     assert (found["longest"], found["rows"], found["held_out"]) == (max(lengths), 12, max(held_out))
     assert found["mean"] == pytest.approx(sum(lengths) / 12)
     assert plan["step"]["seq_len"] == max(held_out) < plan["max_seq_len"] == 400
     assert f"longest row {max(lengths)} tokens" in " ".join(plan["reasons"])
-    packed = planned(command, run, "data.packing=best_fit")
+    packed = planned(succeed, run, "data.packing=best_fit")
     assert (packed["row_tokens"], packed["step"]["seq_len"]) == (None, 400)
 
 
-def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, command):
+def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, succeed):
     config = load_config(run).config
     assert row_survey.cached_row_tokens(config) is None
-    first = planned(command, run)
+    first = planned(succeed, run)
     kept = row_survey.cached_row_tokens(config)
     assert json.loads(json.dumps(dataclasses.asdict(kept))) == first["row_tokens"]
     assert row_survey.cached_row_tokens(load_config(run, overrides=["model.max_seq_len=300"]).config) is None
     write(run.parent / "train.jsonl", [SHORT, LONG * 2])
     assert row_survey.cached_row_tokens(config) is None
-    again = planned(command, run)
-    assert again["row_tokens"]["longest"] > first["row_tokens"]["longest"]
+    assert planned(succeed, run)["row_tokens"]["longest"] > first["row_tokens"]["longest"]
 
 
-def test_rows_that_cannot_be_read_leave_a_plan_for_full_rows(run, command):
+def test_rows_that_cannot_be_read_leave_a_plan_for_full_rows(run, succeed):
     (run.parent / "train.jsonl").write_text("{broken\n" * 5)
-    plan = planned(command, run)
+    plan = planned(succeed, run)
     assert (plan["row_tokens"], plan["step"]["seq_len"]) == (None, 400)
 
 
-def test_a_run_trains_by_the_plan_of_its_own_rows(run, command):
-    code, said = command("train", "--config", str(run), "output.name=counted")
-    assert code == 0, said
+def test_a_run_trains_by_the_plan_of_its_own_rows(run, succeed):
+    succeed("train", "--config", str(run), "output.name=counted")
     plan = json.loads((run.parent / "outputs" / "counted" / "plan.json").read_text())
     assert plan["row_tokens"]["rows"] == 12
     assert plan["micro_batches"]["tokens"] == plan["micro_batch"] * plan["step"]["seq_len"]

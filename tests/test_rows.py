@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.data.build.packing import pack_best_fit
 from sft_play.planner.batching import MicroBatches
-from sft_play.training.loop.rows import (
-    EpochOrder,
-    StepBatches,
-    TrainingRows,
-    pad_to_multiple,
-    row_lengths,
-    trained_tokens,
-)
+from sft_play.training.loop import rows as loop_rows
+from sft_play.training.loop.rows import EpochOrder, StepBatches, TrainingRows, row_lengths, trained_tokens
 from sft_play.training.measure.monitor import source_losses
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 from tests.ranks_evaluation import trainer_of as own_trainer
-from tests.test_distributed import start
+from tests.test_distributed import succeed as succeed_in
+from tests.test_train import logged
 
 pytestmark = pytest.mark.build
 
@@ -99,7 +93,7 @@ def test_a_filled_data_set_keeps_its_other_columns():
     tokens = List(Value("int32"))
     columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
     one = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "source": [1], "where": ["a.jsonl:1"]}
-    rows = pad_to_multiple(Dataset.from_dict(one, features=Features(columns)), multiple=2)
+    rows = loop_rows.pad_to_multiple(Dataset.from_dict(one, features=Features(columns)), multiple=2)
     assert rows.features == Features(columns)
     assert rows[1] == {"input_ids": [1, 2], "labels": [-100, -100], "source": 1, "where": "a.jsonl:1"}
 
@@ -121,27 +115,13 @@ def test_a_selection_of_a_mapped_file_is_read_in_its_own_order(tmp_path):
     assert [row["input_ids"].tolist() for row in rows] == [ids[3] + ids[0], ids[2]]
 
 
-def series(run: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
 def mixed_run(folder: Path, model: Path) -> Path:
-    rows = [json.dumps(chat(f"what is {n}?", "it is " * (n % 5 + 1))) + "\n" for n in range(20)]
-    (folder / "rows.jsonl").write_text("".join(rows))
-    (folder / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"the light {n} is on. " * 9}) + "\n" for n in range(12))
-    )
-    path = folder / "mixed.yaml"
-    path.write_text(
-        f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, text_path: {folder}/text.jsonl,\n"
-        "       val_fraction: 0.2, text_fraction: 0.5}\n"
-        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 4, report_to: [tensorboard], logging_steps: 2,\n"
-        "        learning_rate: 1e-3}\n"
-        f"eval: {{steps: 2}}\noutput: {{dir: {folder}/outputs}}\n"
-    )
-    return path
+    rows = write_rows(folder / "rows.jsonl", (chat(f"what is {n}?", "it is " * (n % 5 + 1)) for n in range(20)))
+    texts = write_rows(folder / "text.jsonl", ({"text": f"the light {n} is on. " * 9} for n in range(12)))
+    train = {"batch_size": 2, "max_steps": 4, "report_to": ["tensorboard"], "logging_steps": 2, "learning_rate": 1e-3}
+    data = {"text_path": str(texts), "val_fraction": 0.2, "text_fraction": 0.5}
+    changes = {"model": {"max_seq_len": 48}, "tuning": {"mode": "full"}, "eval": {"steps": 2}}
+    return write_run(folder, model, rows, data=data, train=train, **changes)
 
 
 def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
@@ -174,22 +154,17 @@ def test_losses_of_chats_and_texts_are_means_over_their_own_tokens(tmp_path, tin
     of_chats, of_text = (sum(losses) / len(losses) for losses in (lost[0], lost[1]))
     trainer.train()
     step = next(line for line in trainer.state.log_history if "loss" in line and line["step"] == 2)
-    assert step["loss_chat"] == pytest.approx(of_chats, rel=1e-4)
-    assert step["loss_text"] == pytest.approx(of_text, rel=1e-4)
-    tokens = {source: len(losses) for source, losses in lost.items()}
-    whole = (step["loss_chat"] * tokens[0] + step["loss_text"] * tokens[1]) / sum(tokens.values())
-    assert step["loss"] == pytest.approx(whole, rel=1e-4)
+    whole = sum(map(sum, lost.values())) / sum(map(len, lost.values()))
+    wanted = {"loss_chat": of_chats, "loss_text": of_text, "loss": whole}
+    assert {name: step[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
     found = trainer.evaluate()
-    assert found["eval_loss_chat"] == pytest.approx(of_chats, rel=1e-4)
-    assert found["eval_loss_text"] == pytest.approx(of_text, rel=1e-4)
-    assert found["eval_loss"] == pytest.approx(whole, rel=1e-4)
+    assert {name: found[f"eval_{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-4)
     assert any("eval_loss_text" in line and "eval_loss" in line for line in trainer.state.log_history)
 
 
 def test_one_mode_has_no_sources(tmp_path, tiny_llama):
-    sft = trainer_of(
-        tmp_path, tiny_llama, sourced([9, 30, 20, 12], [0, 1, 0, 1]), "task_mode=sft", "data.text_path=null"
-    )
+    rows = sourced([9, 30, 20, 12], [0, 1, 0, 1])
+    sft = trainer_of(tmp_path, tiny_llama, rows, "task_mode=sft", "data.text_path=null")
     sft.train()
     assert not any("loss_chat" in line or "loss_text" in line for line in sft.state.log_history)
 
@@ -201,13 +176,11 @@ def test_the_sources_of_every_rank_count():
     assert source_losses([[6.0, 3, 0.0, 0]]) == {"loss_chat": 2.0}
 
 
-def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, command):
-    path = mixed_run(tmp_path, tiny_llama)
-    code, said = command("train", "--config", str(path), "output.name=mixed")
-    assert code == 0, said
+def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, succeed):
+    succeed("train", "--config", str(mixed_run(tmp_path, tiny_llama)), "task_mode=cpt_mixed", "output.name=mixed")
     run = tmp_path / "outputs" / "mixed"
-    assert len(series(run, "loss_chat")) == len(series(run, "loss_text")) == len(series(run, "loss"))
-    assert len(series(run, "eval_loss_chat")) == len(series(run, "eval_loss")) > 0
+    assert len(logged(run, "loss_chat")) == len(logged(run, "loss_text")) == len(logged(run, "loss"))
+    assert len(logged(run, "eval_loss_chat")) == len(logged(run, "eval_loss")) > 0
     for folder, wanted in (("tb", {"train/loss_chat", "train/loss_text"}), ("tb/validation", {"eval/loss_chat"})):
         events = EventAccumulator(str(run / folder), size_guidance={"scalars": 0})
         events.Reload()
@@ -217,13 +190,12 @@ def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, com
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strategy):
-    path = mixed_run(tmp_path, tiny_llama)
-    words = ["--config", str(path), "data.packing=best_fit", "train.logging_steps=1"]
+    mixed_run(tmp_path, tiny_llama)
+    words = ["task_mode=cpt_mixed", "data.packing=best_fit", "train.logging_steps=1"]
     spread = {"STRATEGY": strategy, "NPROC": "2"}
     for name, command, given in (("one", "train", {}), ("two", "train-distributed", spread)):
-        answer = start(tmp_path, command, *words, f"output.name={name}", **given)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+        succeed_in(tmp_path, command, *words, f"output.name={name}", **given)
     one, two = (tmp_path / "outputs" / name for name in ("one", "two"))
     for name in ("loss", "loss_chat", "loss_text", "eval_loss", "eval_loss_chat", "num_tokens", "samples_seen"):
-        assert series(two, name) == pytest.approx(series(one, name), rel=1e-4), name
-        assert series(one, name)
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=1e-4), name
+        assert logged(one, name)

@@ -1,5 +1,7 @@
-"""What a person sees of help, plan, check and train: how many lines, and that the rest is where it is said to be."""
+"""What a person sees of help, plan, check and train: how many lines, that the rest is where it is said to be, and one
+unit: sizes of memory and disk are GiB wherever a person reads them; rates of links stay GB/s."""
 
+import ast
 import dataclasses
 import functools
 import json
@@ -8,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +49,7 @@ def make(*words: str) -> str:
 
 def test_make_alone_is_twelve_lines_at_most_and_names_targets_that_there_are():
     lines = make().splitlines()
-    assert len(lines) <= 12
-    assert all(len(line) <= 120 for line in lines)
+    assert (len(lines) <= 12, max(map(len, lines)) <= 120) == (True, True)
     assert lines[0].startswith("sft_play: fine-tune a language model. First: make train ")
     named_targets = set(re.findall(r"(?:\bmake|\|) +([a-z-]+)", "\n".join(lines)))
     assert {"train", "plan", "check", "resume", "chat", "ship", "export"} <= named_targets
@@ -72,8 +74,7 @@ def test_help_of_a_target_names_its_variables_and_runs_nothing():
 
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
-MACHINES = ("1xRTX3060", "1xRTX4090,ram=64GiB", "2xH200", "8xH100,ram=512GiB", "2x8xH100,ram=1TiB")
-MACHINES += ("cpu,ram=64GiB,cores=8",)
+MACHINES = ("1xRTX3060", "1xRTX4090,ram=64GiB", "2xH200", "8xH100", "2x8xH100,ram=1TiB", "cpu,ram=64GiB,cores=8")
 
 
 def random_plan(chance: random.Random) -> tuple[Any, Plan]:
@@ -121,8 +122,7 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     assert (code, "no GPU was detected here" in why) == (2, True)
     code, said = command("plan", "--config", "configs/run_bnb.yaml")
     assert (code, f"warning: a run here would stop: {why}" in said) == (0, True)
-    assert "NOT STARTED on this machine" in said
-    assert "make train" not in said
+    assert ("NOT STARTED on this machine" in said, "make train" in said) == (True, False)
     code, said = command("plan", "--config", "configs/run_bnb.yaml", "--json")
     assert json.loads(said.splitlines()[0])["launch"] is None
     code, said = command("plan", "--config", "configs/run_bnb.yaml", "train.device=cpu")
@@ -137,9 +137,7 @@ def test_durations_are_in_the_unit_that_a_person_would_take():
         number, unit = format_duration(seconds).split()
         size = units[unit.removesuffix("s")]
         assert float(number) * size == pytest.approx(max(1, seconds), rel=0.04, abs=0.5 * (size < 3600) * size)
-        if unit != "days":
-            assert float(number) < 91
-        assert float(number) >= (1.5 if size > 1 else 1)
+        assert (1.5 if size > 1 else 1) <= float(number) < (91 if unit != "days" else math.inf)
     assert [format_duration(s) for s in (0, 1, 40, 480, 11520, 456 * 3600)] == [
         "1 second", "1 second", "40 seconds", "8 minutes", "3.2 hours", "19.0 days",
     ]  # fmt: skip
@@ -163,8 +161,7 @@ def test_check_says_one_line_or_what_is_wrong(config, tmp_path, sums, command, s
     broken.write_text(sums.read_text() + '{"messages": []}\n')
     code, said = command("check", "--config", str(config), f"data.train_path={broken}")
     assert (code, "PROBLEM  rows: train" in said) == (2, True), said
-    assert not re.search(r"^ok ", said, re.MULTILINE)
-    assert re.search(r"^Not ready: 1 problem", said, re.MULTILINE)
+    assert [bool(re.search(part, said, re.MULTILINE)) for part in ("^ok ", "^Not ready: 1 problem")] == [False, True]
     with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
         patch.setattr("sft_play.launch.refusals.MAX_CPU_PARAMS", 10)
         code, said = command("check", "--config", str(config))
@@ -183,18 +180,13 @@ def messages(text: str) -> list[str]:
     return [line for line in lines if not line.endswith(" s so far")]
 
 
-ONLY_IN_THE_LOG = ("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: ")
-
-
 @pytest.mark.build
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, tmp_path, tiny_llama, sums):
     command = "train" if ranks == 1 else "train-distributed"
     environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
-    answer = subprocess.run(
-        [warm.python(), "-m", "sft_play", command, "--config", str(config)],
-        cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300,
-    )  # fmt: skip
+    words = [warm.python(), "-m", "sft_play", command, "--config", str(config)]
+    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     shown = messages(answer.stdout)
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
@@ -216,8 +208,7 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, 
     # the end: held-out before and after, three answers, one figure of memory predicted and one measured, what is next
     last = shown[max(number for number, line in enumerate(shown) if line.startswith("step ")) :]
     assert len(last) <= 18
-    assert sum(line.startswith("Held-out ") for line in last) == 2
-    assert sum(line.startswith("Asked: ") for line in last) == 3
+    assert [sum(line.startswith(part) for line in last) for part in ("Held-out ", "Asked: ")] == [2, 3]
     (memory,) = [line for line in last if "memory" in line]
     own = r"Peak memory above the libraries' own, in [a-z]+: [\d.]+ GiB predicted, [\d.]+ GiB measured"
     assert re.fullmatch(own, memory)
@@ -226,9 +217,8 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, 
     # the log has all of it, the reasons too
     log = messages((tmp_path / "outputs" / "one" / "train.log").read_text())
     assert [line for line in shown if line not in log and not line.startswith("Report: ")] == []
-    for part in ONLY_IN_THE_LOG:
-        assert any(line.startswith(part) for line in log), part
-        assert not any(line.startswith(part) for line in shown), part
+    for part in ("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: "):
+        assert [any(line.startswith(part) for line in lines) for lines in (log, shown)] == [True, False], part
     reasons = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["reasons"]
     assert [f"Because: {reason}" for reason in reasons if f"Because: {reason}" not in log] == []
 
@@ -237,10 +227,9 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, 
 def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(config, succeed):
     names = ("short", "middle", "long")
     stages = [{"name": name, "max_steps": 1, "max_seq_len": 64 - 8 * at} for at, name in enumerate(names)]
-    settings = {**json.loads(config.read_text()), "curriculum": stages}
-    config.write_text(json.dumps(settings))
-    said = succeed("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
-    shown = messages(said)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "curriculum": stages}))
+    words = ("eval.generate_rows=0", "eval.before_training=false")
+    shown = messages(succeed("train", "--config", str(config), *words))
     assert sum(line.startswith("step 1/") for line in shown) == 3
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
     assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
@@ -278,16 +267,52 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
 
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     for hardware in (machine, parse_hardware("1xRTX4090")):
-        job: Any = SimpleNamespace(
-            loaded=SimpleNamespace(path=Path("configs/run_starter.yaml")), plan=SimpleNamespace(hardware=hardware)
-        )
+        starter = SimpleNamespace(path=Path("configs/run_starter.yaml"))
+        job: Any = SimpleNamespace(loaded=starter, plan=SimpleNamespace(hardware=hardware))
         (line,) = _next_step_lines(job)
         found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
         assert found is not None
         config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
-        require_usable_hardware(
-            config, hardware, {}, count_params=lambda name=config.model.name: load_model_shape(name).params
-        )
+        shape = load_model_shape(config.model.name)
+        require_usable_hardware(config, hardware, {}, count_params=lambda shape=shape: shape.params)
         assert ("0.5B" in config.model.name) == (not hardware.gpus)
     job.loaded.path = Path("my.yaml")
     assert _next_step_lines(job) == []
+
+
+DECIMAL = re.compile(r"(?:^|[\d}]) ?(?:KB|kB|MB|GB|TB)\b(?!/s)")
+"""A decimal size: `80 GB`, `{size} GB`; products hold theirs without a space (`H100-80GB`, `H100 80GB HBM3`)."""
+PRODUCT = re.compile(r"\d(?:GB|TB)\b")
+SOURCES = [*sorted((ROOT / "sft_play").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """Texts that a program may print: constants and f-strings, docstrings left out."""
+    skipped: set[int] = set()  # a tree is walked from its root: what holds a node comes before it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            skipped.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            skipped.update(map(id, node.values))
+            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.value
+
+
+def decimal_sizes(text: str) -> list[str]:
+    return DECIMAL.findall(PRODUCT.sub("", text))
+
+
+def test_the_search_finds_decimal_sizes_and_leaves_rates_and_names():
+    for text in ("141.0 GB", "{} GB free", "12 MB", "GB"):
+        assert decimal_sizes(text), text
+    for text in ("450 GB/s", "NVIDIA H100 80GB HBM3", "A100-80GB", "12 GiB", "{}GB/s", "GB200"):
+        assert not decimal_sizes(text), text
+
+
+def test_no_text_of_the_package_and_no_header_of_a_config_gives_a_size_in_decimal_units():
+    assert len(SOURCES) > 100
+    for path in SOURCES:
+        found = [text for text in texts(ast.parse(path.read_text(encoding="utf-8"))) if decimal_sizes(text)]
+        assert found == [], path
+    assert not [path for path in (ROOT / "configs").glob("*.yaml") if decimal_sizes(path.read_text(encoding="utf-8"))]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -50,11 +49,10 @@ class Machine:
     wheel: CudaLibraries = WHEELS["cu130"]
     cudnn_enabled: bool = True
 
-    def choose(self, call: SdpaCall, *, heads: int = 8, kv_heads: int = 8, tokens: int = 256) -> str:
-        same_heads = heads == kv_heads
+    def choose(self, call: SdpaCall, *, heads: int = 8, kv_heads: int = 8) -> str:
         fits = {
-            "cudnn": self.cudnn(call, heads, kv_heads, tokens), "flash": self.flash(call, heads, kv_heads),
-            "efficient": self.efficient(call, same_heads), "math": True,
+            "cudnn": self.cudnn(call, heads, kv_heads), "flash": self.flash(call, heads, kv_heads),
+            "efficient": self.efficient(call, heads == kv_heads), "math": True,
         }  # fmt: skip
         prefers = self.wheel.cudnn > 91500 and self.sm[0] in (9, 10)
         if self.wheel.cuda < (13, 0):
@@ -62,10 +60,8 @@ class Machine:
         order = ("cudnn", "flash", "efficient", "math") if prefers else ("flash", "efficient", "math", "cudnn")
         return next(name for name in order if fits[name])
 
-    def cudnn(self, call: SdpaCall, heads: int, kv_heads: int, tokens: int) -> bool:
-        if not self.cudnn_enabled or not (8, 0) <= self.sm <= (12, 1) or not call.half_precision:
-            return False
-        if heads % kv_heads or tokens == 1:
+    def cudnn(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
+        if not self.cudnn_enabled or not (8, 0) <= self.sm <= (12, 1) or not call.half_precision or heads % kv_heads:
             return False
         limit = 128
         if self.wheel.cudnn >= 91000 and self.sm == (9, 0):
@@ -77,9 +73,7 @@ class Machine:
     def flash(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
         if call.masked or not call.half_precision or call.head_dim != call.value_head_dim:
             return False
-        if call.head_dim > 256 or heads % kv_heads:
-            return False
-        if not (8, 0) <= self.sm <= (12, 1):
+        if call.head_dim > 256 or heads % kv_heads or not (8, 0) <= self.sm <= (12, 1):
             return False
         small = (8, 6) <= self.sm <= (8, 9) or (12, 0) <= self.sm <= (12, 1)
         return not (call.needs_gradient and small and 192 < call.head_dim <= 224)
@@ -141,19 +135,14 @@ def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, pack
     assert software.cuda_libraries() == CudaLibraries(*found)
 
 
-def plan_of(machine: str, *words: str, model: str = LLAMA, wheel: str = "cu130") -> Any:
-    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
-    return make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), libraries=WHEELS[wheel]))
-
-
 BLOCKS, MASKED_PACKS = ("task_mode=cpt",), ("data.packing=best_fit", "model.attn_implementation=sdpa")
 
 
 @pytest.mark.parametrize(
     ("machine", "words", "model", "wheel", "takes"),
     [
-        *((machine, words, LLAMA, "cu130", True) for machine in ("1xH100", "1xH200", "1xB200")
-          for words in (BLOCKS, MASKED_PACKS)),
+        ("1xH100", BLOCKS, LLAMA, "cu130", True),
+        ("1xB200", MASKED_PACKS, LLAMA, "cu130", True),
         ("1xH100", (), LLAMA, "cu130", False),
         ("1xH100", ("train.batch_by=rows", "model.attn_implementation=sdpa"), LLAMA, "cu130", False),
         ("1xH100", ("data.packing=best_fit",), LLAMA, "cu130", False),  # by boundaries: flash attention
@@ -167,12 +156,12 @@ BLOCKS, MASKED_PACKS = ("task_mode=cpt",), ("data.packing=best_fit", "model.attn
     ],
 )  # fmt: skip
 def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, words, model, wheel, takes):
-    plan = plan_of(machine, *words, model=model, wheel=wheel)
-    assert plan.choice.step.cudnn == takes
-    assert any("cuDNN's kernel" in reason for reason in plan.reasons) == takes
+    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
+    hardware, shape = parse_hardware(machine), load_model_shape(model)
+    plan = make_plan(PlanRequest(config, shape, hardware, libraries=WHEELS[wheel]))
+    assert plan.choice.step.cudnn == any("cuDNN's kernel" in reason for reason in plan.reasons) == takes
     written = json.loads(json.dumps(plan.as_json()))
-    assert written["step"].get("cudnn", False) == takes
-    assert plan_from_json(written).choice.step.cudnn == takes
+    assert written["step"].get("cudnn", False) == plan_from_json(written).choice.step.cudnn == takes
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -189,11 +178,10 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
     on = prefers_cudnn(capability, wheel)
     attention = kernels.CudaAttention(capability, lambda: on)
     with FakeTensorMode(), Names():
-        query, key, value = (
-            torch.zeros(1, heads, 24, width, dtype=dtype, requires_grad=call.needs_gradient)
-            for heads, width in ((4, call.head_dim), (2 if call.has_grouped_heads else 4, call.head_dim),
-                                 (2 if call.has_grouped_heads else 4, call.value_head_dim))
-        )  # fmt: skip
+        kv_heads = 2 if call.has_grouped_heads else 4
+        sizes = ((4, call.head_dim), (kv_heads, call.head_dim), (kv_heads, call.value_head_dim))
+        made = {"dtype": dtype, "requires_grad": call.needs_gradient}
+        query, key, value = (torch.zeros(1, heads, 24, width, **made) for heads, width in sizes)
         mask = torch.zeros(1, 1, 24, 24, dtype=torch.bool) if call.masked else None
         kernel = sdpa_kernel(call, capability, uses_cudnn=on)
         with pytest.raises(TraceUnavailable) if kernel == "math" else contextlib.nullcontext():
@@ -241,9 +229,8 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     for on in (True, False):
         planned[on] = estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on))
         assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
-    if not half:
-        assert traced[True].allocated == traced[False].allocated
-        assert planned[True].allocated == planned[False].allocated
+    for found in (traced, planned):
+        assert half or found[True].allocated == found[False].allocated
 
 
 @pytest.fixture
@@ -295,8 +282,7 @@ def test_evaluation_and_generation_switch_it_off(
     sections = {"model": {"max_seq_len": 32}, "data": {"val_fraction": 0.25}, "train": {**train, "device": "cpu"}}
     path = write_run(tmp_path, tiny_llama, data, **sections, eval={"generate_rows": 2, "max_new_tokens": 2})
     succeed("train", "--config", str(path), *words)
-    assert seen["training"] == {True}
-    assert len(shapes) == 1
+    assert (seen["training"], len(shapes)) == ({True}, 1)
     assert seen.get("answers") == (None if evaluates_on else {False})
     assert seen.get("evaluation", {False}) == {evaluates_on}
 
@@ -304,9 +290,10 @@ def test_evaluation_and_generation_switch_it_off(
 def test_packs_are_padded_to_full_rows_where_that_gives_batches_one_shape():
     packs = [{"input_ids": [5] * 7, "labels": [5] * 7, CHAT_LENGTHS: [3, 4]}]
     batch = Collator(0, min_tokens=10)(packs)
-    assert batch["input_ids"].tolist() == [[5] * 7 + [0] * 3]
-    assert batch["labels"].tolist() == [[5] * 7 + [-100] * 3]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0, 0]]
+    assert {name: batch[name].tolist() for name in ("input_ids", "labels", "position_ids")} == {
+        "input_ids": [[5] * 7 + [0] * 3], "labels": [[5] * 7 + [-100] * 3],
+        "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 0, 0]],
+    }  # fmt: skip
     assert int(batch["token_count"]) == 7
     rows = [{"input_ids": [5] * 4, "labels": [5] * 4}]  # of an evaluation
     assert Collator(0, min_tokens=10)(rows)["input_ids"].shape == (1, 4)

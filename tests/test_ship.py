@@ -1,4 +1,5 @@
-"""`make ship`: what is better and lost nothing ships, nothing else does, and the verdict follows from its file."""
+"""`make ship`: what is better and lost nothing ships, nothing else does, and the verdict follows from its file; and the
+interval of a difference: how often it holds the true one, and what it is where nothing differs."""
 
 import dataclasses
 import json
@@ -17,58 +18,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sft_play.cli import main
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError
-from sft_play.finished import load, ship_measurement
+from sft_play.finished import load, metrics, ship, ship_measurement
 from sft_play.finished.export.checks import MergeTest, mean_divergence
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.run import find_finished_run
-from sft_play.finished.ship import (
-    Evidence,
-    GeneralEvidence,
-    Losses,
-    MergeEvidence,
-    ShipResult,
-    TaskEvidence,
-    Thresholds,
-    chance_losses,
-    judge_evidence,
-    loss_gain,
-    replay_verdict,
-)
-from sft_play.finished.ship_measurement import (
-    GENERAL_SAMPLE_VERSION,
-    chat_rows,
-    distinct_rows,
-    general_sample,
-    text_rows,
-)
+from sft_play.finished.ship_measurement import chat_rows, distinct_rows, general_sample, text_rows
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat, write_rows, write_run
 
-QUICK = Thresholds(resamples=1000)
+QUICK = ship.Thresholds(resamples=1000)
 
 
-def half(base, tuned, *, chance=100.0) -> Losses:
-    return Losses(tuple(base), tuple(tuned), (1,) * len(base), (chance,) * len(base))
+def half(base, tuned, *, chance=100.0) -> ship.Losses:
+    return ship.Losses(tuple(base), tuple(tuned), (1,) * len(base), (chance,) * len(base))
 
 
-def task(base, tuned) -> TaskEvidence:
-    return TaskEvidence("test", half(base, tuned))
+def task(base, tuned) -> ship.TaskEvidence:
+    return ship.TaskEvidence("test", half(base, tuned))
 
 
-def evidence(*, of_task=None, text=None, chats=None, merge=None) -> Evidence:
+def evidence(*, of_task=None, text=None, chats=None, merge=None) -> ship.Evidence:
     draw = np.random.default_rng(0)
     base = draw.uniform(1, 2, 40)
     same = half([1.0] * 40, [1.0] * 40)
-    return Evidence(
+    return ship.Evidence(
         of_task or task(base.tolist(), (base - draw.uniform(0.4, 0.6, 40)).tolist()),
-        GeneralEvidence(text or same, chats or same),
-        merge or MergeEvidence("compared", 1e-6, 1e-4, 0.1),
+        ship.GeneralEvidence(text or same, chats or same),
+        merge or ship.MergeEvidence("compared", 1e-6, 1e-4, 0.1),
     )
 
 
-def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
-    verdict = judge_evidence(given, thresholds)
+def refused(given: ship.Evidence, thresholds: ship.Thresholds = QUICK) -> dict[str, str]:
+    verdict = ship.judge_evidence(given, thresholds)
     assert verdict.ok == all(check.ok for check in verdict.checks)
     return {check.name: check.reason for check in verdict.checks if not check.ok}
 
@@ -76,7 +58,7 @@ def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
 def test_what_is_better_and_lost_nothing_ships_and_each_bound_is_where_it_is_said_to_be():
     assert refused(evidence()) == {}
     base = [2.0] * 30
-    at_most = Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, resamples=100)
+    at_most = ship.Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, resamples=100)
     more = math.nextafter(0.125, 1)
 
     def of(**parts):
@@ -89,21 +71,20 @@ def test_what_is_better_and_lost_nothing_ships_and_each_bound_is_where_it_is_sai
     assert "general text" in of(text=half([0.0] * 9, [more] * 9))["general"]
     assert of(chats=half([1.0] * 9, [1.25] * 9)) == {}
     assert "general chats" in of(chats=half([0.0] * 9, [math.nextafter(0.25, 1)] * 9))["general"]
-    assert of(merge=MergeEvidence("compared", 1e-4, 1e-4, 0.1)) == {}
-    assert "not the adapter's" in of(merge=MergeEvidence("compared", 1.1e-4, 1e-4, 0.1))["merge"]
+    assert of(merge=ship.MergeEvidence("compared", 1e-4, 1e-4, 0.1)) == {}
+    assert "not the adapter's" in of(merge=ship.MergeEvidence("compared", 1.1e-4, 1e-4, 0.1))["merge"]
 
 
 def test_a_loss_above_chance_that_falls_to_one_above_chance_is_no_gain():
     # 3 nats of chance: a base of 9 that any noise makes less sure, as random weights do
     blurred = half([9.0] * 40, [8.0] * 40, chance=3.0)
-    assert "by guessing" in refused(evidence(of_task=TaskEvidence("test", blurred)))["task"]
+    assert "by guessing" in refused(evidence(of_task=ship.TaskEvidence("test", blurred)))["task"]
     learned = dataclasses.replace(blurred, tuned=(2.5,) * 40)
-    assert refused(evidence(of_task=TaskEvidence("test", learned))) == {}
-    assert loss_gain(learned, QUICK).difference == 0.5
+    assert refused(evidence(of_task=ship.TaskEvidence("test", learned))) == {}
+    assert ship.loss_gain(learned, QUICK).difference == 0.5
     # of 4 tokens three are 7, one is 9
-    assert chance_losses([[7, 7], [7, 9], []]) == pytest.approx(
-        [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
-    )
+    chances = [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
+    assert ship.chance_losses([[7, 7], [7, 9], []]) == pytest.approx(chances)
 
 
 def test_what_the_base_does_not_know_cannot_be_lost():
@@ -130,38 +111,35 @@ def test_a_loss_that_is_not_a_number_never_ships(which):
     assert f"the {whose} loss is not a number on 1 of 40" in refused(evidence(of_task=task(**columns)))["task"]
     for part in ("text", "chats"):
         assert whose in refused(evidence(**{part: half(**columns)}))["general"]
-    assert "merge" in refused(evidence(merge=MergeEvidence("compared", None, 1e-4, 0.1)))
+    assert "merge" in refused(evidence(merge=ship.MergeEvidence("compared", None, 1e-4, 0.1)))
 
 
 def test_no_held_out_rows_and_no_merge_never_ship():
-    assert "no rows that the run was not trained on" in refused(evidence(of_task=TaskEvidence("")))["task"]
-    assert refused(evidence(merge=MergeEvidence("failed", reason="no disk")))["merge"] == "no disk"
-    assert "merge" in refused(evidence(merge=MergeEvidence("not needed")))
-    assert refused(evidence(merge=MergeEvidence("no adapter"))) == {}
+    assert "no rows that the run was not trained on" in refused(evidence(of_task=ship.TaskEvidence("")))["task"]
+    assert refused(evidence(merge=ship.MergeEvidence("failed", reason="no disk")))["merge"] == "no disk"
+    assert "merge" in refused(evidence(merge=ship.MergeEvidence("not needed")))
+    assert refused(evidence(merge=ship.MergeEvidence("no adapter"))) == {}
     gone = dataclasses.replace(evidence(), not_loaded="the base is gone")
     assert refused(gone)["task"] == "the base is gone"
 
 
-def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
+def plain_rule(given: ship.Evidence, asked: ship.Thresholds) -> dict[str, bool]:
     def rises(losses, bound):
         if None in losses.base + losses.tuned:
             return False
-        rows = [
-            (base, min(tuned, chance), tokens)
-            for base, tuned, tokens, chance in zip(losses.base, losses.tuned, losses.tokens, losses.chance, strict=True)
-            if base < chance
-        ]
-        if len(rows) < asked.min_known:
+        base, tuned, tokens, chance = map(np.array, (losses.base, losses.tuned, losses.tokens, losses.chance))
+        is_known = base < chance
+        if is_known.sum() < asked.min_known:
             return True
-        tokens = np.array([row[2] for row in rows], float)
-        before, after = (np.array([row[at] for row in rows]) / tokens for at in (0, 1))
+        tokens = tokens[is_known]
+        before, after = base[is_known] / tokens, np.minimum(tuned, chance)[is_known] / tokens
         return paired_bootstrap(before, after, weights=tokens, resamples=asked.resamples).high <= bound
 
     losses = given.task.losses
     is_better = len(losses) >= asked.min_rows and None not in losses.base + losses.tuned
     if is_better:
         floor = asked.min_gain * sum(map(min, losses.base, losses.chance)) / sum(losses.tokens)
-        is_better = loss_gain(losses, asked).low > floor
+        is_better = ship.loss_gain(losses, asked).low > floor
     if is_better and given.task.right_base:
         change = paired_bootstrap(given.task.right_base, given.task.right_tuned, resamples=asked.resamples)
         is_better = change.high >= 0
@@ -171,7 +149,7 @@ def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
     return {"task": is_better, "general": is_kept, "merge": is_merged}
 
 
-def random_evidence(seed: int) -> Evidence:
+def random_evidence(seed: int) -> ship.Evidence:
     draw, pick = np.random.default_rng(seed), random.Random(seed)
 
     def losses(shift, spread, number, *, general):
@@ -182,31 +160,31 @@ def random_evidence(seed: int) -> Evidence:
         if pick.random() < 0.06:
             pick.choice(columns)[0] = None
         chance = (pick.choice([0.2, 2.5, 6.0] if general else [1.5, 6.0]) * tokens).tolist()
-        return Losses(*map(tuple, columns), tuple(tokens.tolist()), tuple(chance))
+        return ship.Losses(*map(tuple, columns), tuple(tokens.tolist()), tuple(chance))
 
     number = pick.choice([10, 29, 30, 45, 80])
     answers = [tuple(pick.random() < share for _ in range(25)) for share in (0.5, pick.choice([0.1, 0.5, 0.9]))]
     given = losses(pick.choice([-0.5, -0.1, 0.0, 0.1]), 0.3, number, general=False)
     with_answers = pick.random() < 0.5
-    return Evidence(
-        TaskEvidence("val", given, *(answers if with_answers else ((), ()))),
-        GeneralEvidence(
+    return ship.Evidence(
+        ship.TaskEvidence("val", given, *(answers if with_answers else ((), ()))),
+        ship.GeneralEvidence(
             *(losses(pick.choice([-0.1, 0.0, 0.08, 0.18, 0.4]), 0.1, pick.choice([6, 40]), general=True) for _ in "12")
         ),
         pick.choice(
-            [MergeEvidence("no adapter"), MergeEvidence("compared", pick.choice([1e-5, 1e-3]), 1e-4, 0.1),
-             MergeEvidence("failed", reason="no disk")]
+            [ship.MergeEvidence("no adapter"), ship.MergeEvidence("compared", pick.choice([1e-5, 1e-3]), 1e-4, 0.1),
+             ship.MergeEvidence("failed", reason="no disk")]
         ),
     )  # fmt: skip
 
 
 def test_the_verdict_is_that_of_the_rule_written_again():
-    thresholds = Thresholds(resamples=200)
+    thresholds = ship.Thresholds(resamples=200)
     seen: Counter[tuple[str, bool]] = Counter()
     for seed in range(150):
         given = random_evidence(seed)
         wanted = plain_rule(given, thresholds)
-        verdict = judge_evidence(given, thresholds)
+        verdict = ship.judge_evidence(given, thresholds)
         assert {check.name: check.ok for check in verdict.checks} == wanted, seed
         assert verdict.ok == all(wanted.values())
         seen.update(wanted.items())
@@ -221,31 +199,27 @@ NO_GAIN = {
 }
 
 
-def changed(draw, change) -> Losses:
+def changed(draw, change) -> ship.Losses:
     """Rows of 1 to 60 tokens that lose 2 nats a token, and less by the change."""
     tokens = draw.integers(1, 61, len(change))
     columns = (2.0 * tokens, (2.0 - change) * tokens, tokens, 9.0 * tokens)
-    return Losses(*(tuple(column.tolist()) for column in columns))
+    return ship.Losses(*(tuple(column.tolist()) for column in columns))
 
 
 @pytest.mark.parametrize("rows", [30, 60])
 @pytest.mark.parametrize("kind", NO_GAIN)
 def test_noise_does_not_pass_as_a_gain(kind, rows):
     """Pairs whose true difference is zero, of rows of 1 to 60 tokens: at most 2.5% of verdicts, measured 0 to 2%."""
-    draw = np.random.default_rng(1)
-    trials, passed = 200, 0
-    for _ in range(trials):
-        passed += loss_gain(changed(draw, 0.1 * NO_GAIN[kind](draw, rows)), QUICK).low > 0
+    draw, trials = np.random.default_rng(1), 200
+    drawn = (changed(draw, 0.1 * NO_GAIN[kind](draw, rows)) for _ in range(trials))
+    passed = sum(ship.loss_gain(losses, QUICK).low > 0 for losses in drawn)
     assert passed <= 0.025 * trials + 3 * math.sqrt(0.025 * 0.975 * trials) / 2
 
 
 def test_a_gain_passes_with_few_rows():
     draw = np.random.default_rng(2)
-    passed = 0
-    for _ in range(40):
-        losses = changed(draw, draw.normal(0.4, 0.3, 30))
-        passed += judge_evidence(evidence(of_task=TaskEvidence("val", losses)), QUICK).ok
-    assert passed >= 38
+    drawn = (ship.TaskEvidence("val", changed(draw, draw.normal(0.4, 0.3, 30))) for _ in range(40))
+    assert sum(ship.judge_evidence(evidence(of_task=one), QUICK).ok for one in drawn) >= 38
 
 
 def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
@@ -254,7 +228,7 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     sample = general_sample()
     texts, conversations = sample.texts, sample.chats
     everything = [*texts, *(message["content"] for messages in conversations for message in messages)]
-    assert GENERAL_SAMPLE_VERSION == "general-1"
+    assert ship_measurement.GENERAL_SAMPLE_VERSION == "general-1"
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
@@ -330,11 +304,9 @@ def shipped(command, folder: Path, *words: str) -> tuple[int, dict]:
     answer = json.loads(line)
     written = json.loads((folder / "ship.json").read_text())
     assert {key: answer[key] for key in written} == written
-    assert answer["kind"] == ("done" if answer["ok"] else "do_not_ship")
-    assert code == (0 if answer["ok"] else 2)
+    assert (code, answer["kind"]) == ((0, "done") if answer["ok"] else (2, "do_not_ship"))
     replayed, printed = command("ship", "--replay", str(folder / "ship.json"))
-    assert replayed == code, printed
-    assert "follows from its evidence" in printed
+    assert (replayed, "follows from its evidence" in printed) == (code, True), printed
     return code, answer
 
 
@@ -346,8 +318,7 @@ def checks(answer: dict) -> dict[str, bool | None]:
 def test_a_good_run_ships(world, command):
     folder = world / "outputs" / "good"
     code, answer = shipped(command, folder)
-    assert code == 0, answer["reasons"]
-    assert answer["verdict"] == "ship"
+    assert (code, answer["verdict"]) == (0, "ship"), answer["reasons"]
     assert checks(answer) == {"task": True, "general": True, "merge": True}
     task = answer["evidence"]["task"]
     assert (len(task["losses"]["base"]), len(task["right_base"])) == (61, 4)
@@ -364,8 +335,7 @@ def test_a_good_run_ships(world, command):
 def test_ruined_untrained_and_no_numbers_are_refused(world, command, name, factor, task, general):
     folder = world / "outputs" / name if factor is None else adapter_copy(world, name, factor)
     code, answer = shipped(command, folder)
-    assert code == 2
-    assert checks(answer) == {"task": task, "general": general, "merge": None}
+    assert (code, checks(answer)) == (2, {"task": task, "general": general, "merge": None})
 
 
 @pytest.mark.build
@@ -386,8 +356,7 @@ def test_a_wrong_merge_is_refused_for_the_merge(world, command):
     adapter = base_weights_identity(str(folder / "adapter"), None)["sha256"]
     (folder / "merged" / "merge.json").write_text(json.dumps({"adapter_sha256": adapter}))
     code, answer = shipped(command, folder, "--limit", "45", "--tolerance", "0.5")
-    assert code == 2
-    assert checks(answer) == {"task": True, "general": True, "merge": False}
+    assert (code, checks(answer)) == (2, {"task": True, "general": True, "merge": False})
     assert (answer["thresholds"]["max_text_rise"], answer["thresholds"]["max_chat_rise"]) == (0.5, 0.5)
     assert len(answer["evidence"]["task"]["losses"]["base"]) == 45
 
@@ -453,14 +422,14 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
 @pytest.fixture
 def recorded(tmp_path) -> dict:
     given = evidence()
-    whole = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {})
+    whole = ship.ShipResult(tmp_path, given, ship.Thresholds(), ship.judge_evidence(given, ship.Thresholds()), {})
     return json.loads(json.dumps(whole.as_json()))
 
 
 def replayed(tmp_path: Path, data) -> object:
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
-    return replay_verdict(path)
+    return ship.replay_verdict(path)
 
 
 EDITS = {
@@ -481,8 +450,7 @@ def test_a_verdict_replays_and_an_edited_file_does_not(tmp_path, recorded, what)
     name, edit = EDITS[what]
     edit(recorded)
     again = replayed(tmp_path, recorded)
-    assert not again.ok
-    assert name in again.differences
+    assert (again.ok, name in again.differences) == (False, True)
 
 
 WRONG_FILES = {
@@ -504,4 +472,77 @@ def test_a_file_that_is_no_verdict_is_refused(tmp_path, recorded, what):
     with pytest.raises(ConfigError, match="REPLAY="):
         replayed(tmp_path, WRONG_FILES[what](recorded))
     with pytest.raises(ConfigError, match="cannot be read"):
-        replay_verdict(tmp_path / "none.json")
+        ship.replay_verdict(tmp_path / "none.json")
+
+
+def drawn_losses(generator, rows):
+    base = generator.gamma(4.0, 0.5, rows)
+    return base, base - 0.3 + generator.normal(0, 0.5, rows), None
+
+
+def matches(generator, rows):
+    """Exact matches of the same rows: 30% of them before, 50% after."""
+    hard = generator.random(rows)
+    return (hard < 0.3).astype(float), (hard < 0.5).astype(float), None
+
+
+def by_tokens(generator, rows):
+    """Rows of 1 to 60 tokens, whose improvement falls with their length: the plain mean of rows would be another."""
+    tokens = generator.integers(1, 61, rows)
+    base = generator.gamma(4.0, 0.5, rows)
+    return base, base - 3.0 / tokens + generator.normal(0, 0.2, rows), tokens
+
+
+@pytest.mark.parametrize(
+    ("draw", "truth", "rows", "level", "least", "most"),
+    [
+        (drawn_losses, -0.3, 8, 0.95, 0.92, 0.98),  # the standard error of 400 trials is 1.1 points
+        (matches, 0.2, 60, 0.95, 0.92, 0.98),
+        (by_tokens, -3.0 / 30.5, 60, 0.95, 0.92, 0.98),
+        (drawn_losses, -0.3, 40, 0.8, 0.74, 0.86),
+        (lambda *given: (*by_tokens(*given)[:2], None), -3.0 / 30.5, 60, 0.95, 0.0, 0.5),  # not the mean over tokens
+    ],
+)
+def test_intervals_hold_the_true_difference_as_often_as_their_level_says(draw, truth, rows, level, least, most):
+    generator, held, trials = np.random.default_rng(7), 0, 400
+    for _ in range(trials):
+        base, tuned, weights = draw(generator, rows)
+        made = paired_bootstrap(base, tuned, weights=weights, level=level, resamples=600)
+        held += made.low <= truth <= made.high
+    assert least <= held / trials <= most
+
+
+def test_equal_figures_differ_by_exactly_nothing_and_others_by_their_weighted_means():
+    generator = np.random.default_rng(0)
+    for rows in (1, 2, 3, 50):
+        same, weights = generator.normal(size=rows), generator.integers(1, 9, rows)
+        for weight in (None, weights):
+            made = paired_bootstrap(same, same, weights=weight)
+            assert (made.difference, made.low, made.high) == (0.0, 0.0, 0.0)
+    # by hand: tuned 0*1 + 4*3 = 12, base 2*1 + 2*3 = 8; (12 - 8) / (1 + 3) = 1
+    made = paired_bootstrap([2.0, 2.0, math.nan], [0.0, 4.0, math.nan], weights=[1, 3, 0])
+    assert made.difference == 1.0
+    # two rows drawn with replacement: both the first (-2), one of each (1), both the second (2)
+    assert (made.low, made.high) == (-2.0, 2.0)
+
+
+def test_the_same_arguments_give_the_same_interval_in_pieces_of_any_size(monkeypatch):
+    generator = np.random.default_rng(1)
+    base, tuned, weights = by_tokens(generator, 40)
+    made = paired_bootstrap(base, tuned, weights=weights, resamples=999)
+    assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
+    assert paired_bootstrap(base, tuned, weights=weights, resamples=999, seed=1) != made
+    monkeypatch.setattr(metrics, "_MAX_DRAWN_ROWS", 100)
+    assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
+    swapped = paired_bootstrap(tuned, base, weights=weights, resamples=999)
+    assert (swapped.low, swapped.high) == pytest.approx((-made.high, -made.low))
+
+
+def test_few_rows_widen_the_interval_and_one_row_says_nothing():
+    one = paired_bootstrap([0.0], [1.0])
+    assert (one.difference, one.low, one.high) == (1.0, -math.inf, math.inf)
+    assert one.as_json() == {"difference": 1.0, "low": None, "high": None, "level": 0.95}
+    none = paired_bootstrap([], [])
+    assert none.as_json() == {"difference": None, "low": None, "high": None, "level": 0.95}
+    with pytest.raises(ValueError, match="for each row"):
+        paired_bootstrap([1.0, 2.0], [1.0])

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import fcntl
-import json
 import multiprocessing
 import os
 import pickle
@@ -12,6 +11,7 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,15 +28,10 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError
 from sft_play.files import hold_lock
 from tests.bundled import SHARED_SLOWLY, data_file, tokenizer_folder
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows
 
 ROW = chat("hello there", "how are you today?")
 MIXED = "task_mode: cpt_mixed\ndata: {train_path: t.jsonl, text_path: t.txt"
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def said_of(report: RowStats) -> str:
@@ -59,7 +54,7 @@ def build(tokenizer, text, *, limit=64):
 class TestSplits:
     def test_a_split_by_content_hash_does_not_move_when_rows_are_added(self, tokenizer, tmp_path):
         def held_out(count):
-            path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(count)))
+            path = write_rows(tmp_path / "t.jsonl", (chat(f"q {n}", f"a {n}") for n in range(count)))
             splits = build(tokenizer, f"data: {{train_path: {path}, val_path: null, val_fraction: 0.2}}")
             assert len(splits.train.rows) + len(splits.val.rows) == count
             return {item.messages[0]["content"] for item in splits.val.chats}
@@ -70,17 +65,14 @@ class TestSplits:
 
     def test_bad_rows_stop_the_run_with_their_lines_and_reasons(self, tokenizer, tmp_path):
         bad = ({"messages": []}, {"messages": [{"role": "x", "content": "a"}]}, {"y": 1})
-        path = write(tmp_path / "t.jsonl", ROW, *bad)
+        path = write_rows(tmp_path / "t.jsonl", [ROW, *bad])
         with pytest.raises(DataError, match="3 of 4 rows") as error:
             build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}")
-        for part in (
-            *("t.jsonl:2: messages is empty", 't.jsonl:3: unknown role "x"', "t.jsonl:4: messages is missing"),
-            *("data.on_bad_row=skip", "turns of known roles in the other rows: user 1, assistant 1"),
-        ):
-            assert part in str(error.value)
-        skipped = build(tokenizer, f"data: {{train_path: {path}, val_path: null, on_bad_row: skip}}")
-        assert len(skipped.train.rows) == 1
-        assert skipped.train.stats.dropped_rows["messages is empty"] == 1
+        parts = ["t.jsonl:2: messages is empty", 't.jsonl:3: unknown role "x"', "t.jsonl:4: messages is missing"]
+        parts += ["data.on_bad_row=skip", "turns of known roles in the other rows: user 1, assistant 1"]
+        assert all(part in str(error.value) for part in parts)
+        train = build(tokenizer, f"data: {{train_path: {path}, val_path: null, on_bad_row: skip}}").train
+        assert (len(train.rows), train.stats.dropped_rows["messages is empty"]) == (1, 1)
 
     @pytest.mark.parametrize(
         ("data", "said"),
@@ -96,8 +88,8 @@ class TestSplits:
     )
     def test_what_a_run_cannot_train_on_is_refused(self, tokenizer, tmp_path, monkeypatch, data, said):
         monkeypatch.chdir(tmp_path)
-        write(Path("t.jsonl"), ROW)
-        write(Path("q.jsonl"), {"q": "a", "r": "b"})
+        write_rows(Path("t.jsonl"), [ROW])
+        write_rows(Path("q.jsonl"), [{"q": "a", "r": "b"}])
         Path("t.txt").write_text("the light in the kitchen is on. " * 200)
         Path("w.txt").write_text("yes no")
         with pytest.raises(DataError, match=said):
@@ -105,18 +97,17 @@ class TestSplits:
 
     def test_rows_that_stand_twice_or_in_two_splits_are_counted(self, tokenizer, tmp_path):
         rows = [chat(f"q {n}", f"a {n}") for n in range(8)]
-        train = write(tmp_path / "t.jsonl", *rows, rows[0], rows[0], rows[3])
-        val = write(tmp_path / "v.jsonl", rows[1], rows[2], rows[2], chat("other", "row"))
+        train = write_rows(tmp_path / "t.jsonl", [*rows, rows[0], rows[0], rows[3]])
+        val = write_rows(tmp_path / "v.jsonl", [rows[1], rows[2], rows[2], chat("other", "row")])
         config = f"data: {{train_path: {train}, val_path: {val}, test_path: {train}, workers: 2}}"
         splits = build(tokenizer, config)
-        assert [split.stats.repeated_rows for split in (splits.train, splits.val, splits.test)] == [3, 1, 3]
-        assert splits.train.stats.shared_rows == {}
-        assert splits.val.stats.shared_rows == {"train": 2}
-        assert splits.test.stats.shared_rows == {"train": 8, "val": 2}
-        assert "3 rows of train with the tokens of an earlier one" in said_of(splits.train.stats)
-        assert "2 rows with the same tokens as in train" in said_of(splits.val.stats)
+        stats = [split.stats for split in (splits.train, splits.val, splits.test)]
+        assert [one.repeated_rows for one in stats] == [3, 1, 3]
+        assert [one.shared_rows for one in stats] == [{}, {"train": 2}, {"train": 8, "val": 2}]
+        assert "3 rows of train with the tokens of an earlier one" in said_of(stats[0])
+        assert "2 rows with the same tokens as in train" in said_of(stats[1])
         again = build(tokenizer, config)
-        assert (again.train.stats, again.val.stats) == (splits.train.stats, splits.val.stats)
+        assert [again.train.stats, again.val.stats] == stats[:2]
 
     def test_plain_text_is_packed_into_full_blocks_and_every_token_is_trained(self, tokenizer, tmp_path):
         path = tmp_path / "t.txt"
@@ -124,19 +115,16 @@ class TestSplits:
         splits = build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null}}", limit=32)
         assert len(splits.train.rows) > 10
         for row in splits.train.rows:
-            assert len(row["input_ids"]) == 32
-            assert row["labels"] == row["input_ids"]
-            assert row["source"] == 1
+            assert (len(row["input_ids"]), row["labels"], row["source"]) == (32, row["input_ids"], 1)
         assert any("packed into" in note for note in splits.notes)
 
     def test_mixed_runs_keep_the_ratio_and_each_kind_its_own_mask(self, tokenizer, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        write(Path("t.jsonl"), *(chat(f"q {n}", f"a {n}") for n in range(30)))
+        write_rows(Path("t.jsonl"), (chat(f"q {n}", f"a {n}") for n in range(30)))
         Path("t.txt").write_text("the light in the kitchen is on. " * 60)
         splits = build(tokenizer, f"{MIXED}, text_fraction: 0.25, val_path: null}}")
         blocks = [row for row in splits.train.rows if IGNORED not in row["labels"]]
-        assert len(blocks) == 10  # 10 / (10 + 30) = 0.25
-        assert len(splits.train.rows) == 40
+        assert (len(blocks), len(splits.train.rows)) == (10, 40)  # 10 / (10 + 30) = 0.25
         assert all(len(row["input_ids"]) == 64 and row["source"] == 1 for row in blocks)
         sources = splits.train.rows["source"][:]
         assert sources != sorted(sources)
@@ -159,23 +147,21 @@ class TestCache:
         return [(row["input_ids"], row["labels"]) for row in built.dataset(name)]
 
     def test_a_cache_that_holds_code_runs_none_and_is_made_again(self, recipe, tmp_path, cache, monkeypatch):
-        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
+        path = write_rows(tmp_path / "t.jsonl", (chat(f"q {n}", f"a {n}") for n in range(40)))
         made = self.rows(build_rows(path, recipe, split="train"))
         with monkeypatch.context() as patch:
             patch.setattr(build_module, "_build_cache", lambda *_: pytest.fail("made again"))
             assert self.rows(build_rows(path, recipe, split="train")) == made
         [meta] = cache.glob("*/meta.pickle")
-        ran = tmp_path / "ran"
+        good, ran = pickle.loads(meta.read_bytes()), tmp_path / "ran"
 
         class Bad:
             def __reduce__(self):
                 return Path.touch, (ran,)
 
-        good = pickle.loads(meta.read_bytes())
         meta.write_bytes(pickle.dumps((good, Bad())))
         assert self.rows(build_rows(path, recipe, split="train")) == made
-        assert not ran.exists()
-        assert pickle.loads(meta.read_bytes()) == good
+        assert (ran.exists(), pickle.loads(meta.read_bytes())) == (False, good)
         pickle.loads(pickle.dumps(Bad()))  # it would have
         assert ran.exists()
 
@@ -200,11 +186,9 @@ class TestCache:
             flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def test_what_decides_the_tokens_makes_another_cache_and_nothing_else_does(self, recipe, tmp_path, cache):
-        path = write(tmp_path / "t.jsonl", ROW)
+        path = write_rows(tmp_path / "t.jsonl", [ROW])
         source = dict(recipe.tokenizer.templates)["default"]
-        dated = dataclasses.replace(
-            recipe, tokenizer=recipe.tokenizer.replace_template("{{ strftime_now('%Y') }}" + source)
-        )
+        dated = {"tokenizer": recipe.tokenizer.replace_template("{{ strftime_now('%Y') }}" + source)}
         no_token = {"max_lost_fraction": 0.5, "on_bad_row": "skip", "packing": "best_fit"}
         later = {"today": date(2030, 1, 1)}
 
@@ -216,8 +200,8 @@ class TestCache:
         assert caches(recipe, tokenizer=recipe.tokenizer.replace_template(source + " ")) == 2
         assert caches(recipe, max_seq_len=63) == 3
         assert caches(recipe, data=recipe.data.model_copy(update={"loss_on": "all"})) == 4
-        assert (caches(dated), caches(dated, **later)) == (5, 6)
-        write(path, chat("hello there", "how are you this day?"))
+        assert (caches(recipe, **dated), caches(recipe, **dated, **later)) == (5, 6)
+        write_rows(path, [chat("hello there", "how are you this day?")])
         assert caches(recipe) == 7
 
     def test_code_and_tables_of_rows_decide_the_cache_and_compiled_files_do_not(self, tmp_path):
@@ -235,7 +219,7 @@ class TestCache:
 
     def test_a_script_without_a_main_guard_may_prepare_rows_with_workers(self, tiny_llama, tmp_path):
         """Workers do not run the script again: they would each begin workers of their own, and wait for them."""
-        path = write(tmp_path / "t.jsonl", *(chat(f"question {n}", "yes " * 200) for n in range(1_500)))
+        path = write_rows(tmp_path / "t.jsonl", (chat(f"question {n}", "yes " * 200) for n in range(1_500)))
         script = tmp_path / "script.py"
         script.write_text(
             "from datetime import date\nfrom pathlib import Path\n"
@@ -248,32 +232,23 @@ class TestCache:
             f"built = build_rows(Path({str(path)!r}), recipe, split='train', workers=2)\n"
             "print(len(built.files['kept']), built.stats['kept'].kept_rows)\n"
         )
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        words = [sys.executable, str(script)]
+        words, environment = [sys.executable, str(script)], {**os.environ, "PYTHONPATH": str(ROOT)}
         answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
         assert answer.returncode == 0, answer.stderr
         pieces, rows = map(int, answer.stdout.split()[-2:])
-        assert pieces > 2
-        assert rows == 1_500
+        assert (pieces > 2, rows) == (True, 1_500)
 
     def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
-        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
-        made = []
-
-        def breaks(self, row, example):
-            made.append(row)
-            raise KeyboardInterrupt
-
+        path = write_rows(tmp_path / "t.jsonl", (chat(f"q {n}", f"a {n}") for n in range(600)))
         with monkeypatch.context() as patch:
-            patch.setattr(RowWriter, "add", breaks)
+            patch.setattr(RowWriter, "add", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 build_rows(path, recipe, split="train")
-        assert made
         assert not [item for item in cache.iterdir() if item.is_dir()]
         assert len(build_rows(path, recipe, split="train").dataset(KEPT_SIDE)) == 600
 
     def test_a_cache_that_is_damaged_is_made_again(self, recipe, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW)
+        path = write_rows(tmp_path / "t.jsonl", [ROW])
         built = build_rows(path, recipe, split="train")
         (counts,) = built.folder.glob("meta.*")
         killed = built.folder.with_name(f"{built.folder.name}.part")  # what a build that was killed leaves
@@ -288,30 +263,28 @@ class TestCache:
             assert not killed.exists()
 
     def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
-        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))
+        path = write_rows(tmp_path / "t.jsonl", (chat(f"q {n}", f"a {n}") for n in range(3_000)))
         context = multiprocessing.get_context("spawn")
         with context.Pool(3) as pool:
             found = pool.starmap(_count_rows, [(path, recipe)] * 3)
-        assert [rows for rows, _ in found] == [3_000] * 3
-        assert sum(made for _, made in found) == 1
+        assert sorted(found) == [(3_000, 0), (3_000, 0), (3_000, 1)]
         assert len([item for item in cache.iterdir() if item.is_dir()]) == 1
 
     def test_a_cache_that_cannot_be_written_says_what_to_do(self, recipe, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
         with pytest.raises(DataError, match="SFT_PLAY_CACHE"):
-            build_rows(write(tmp_path / "t.jsonl", ROW), recipe, split="train")
+            build_rows(write_rows(tmp_path / "t.jsonl", [ROW]), recipe, split="train")
 
     def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
-        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
+        path = write_rows(tmp_path / "t.jsonl", (chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
         monkeypatch.setattr(build_module, "_run_job", _die)
         with pytest.raises(DataError, match="a process that prepared rows died"):
             build_rows(path, recipe, split="train", workers=2)
 
 
 def _count_rows(path, recipe):
-    made = []
-    whole = build_module._build_cache
+    made, whole = [], build_module._build_cache
     build_module._build_cache = lambda *given: made.append(1) or whole(*given)
     return len(build_rows(path, recipe, split="train", workers=1).dataset(KEPT_SIDE)), len(made)
 
@@ -322,7 +295,7 @@ def _die(*_):
 
 def test_too_much_lost_says_which_limit_keeps_how_much(tokenizer, tmp_path):
     long = [chat("yes", "no " * 100) for _ in range(5)]
-    path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(20)), *long)
+    path = write_rows(tmp_path / "t.jsonl", [*(chat(f"q {n}", f"a {n}") for n in range(20)), *long])
     data = f"data: {{train_path: {path}, val_path: null"
     with pytest.raises(DataError, match=r"5 of 25 rows are cut[^$]*max_lost_fraction=0\.05[^$]*128 keeps all"):
         build(tokenizer, f"{data}}}", limit=32)
@@ -335,14 +308,13 @@ def test_too_much_lost_says_which_limit_keeps_how_much(tokenizer, tmp_path):
 
 
 def test_a_mixed_run_holds_text_out_beside_its_chats(tokenizer, tmp_path):
-    chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
-    val = write(tmp_path / "v.jsonl", *(chat(f"v {n}", f"a {n}") for n in range(5)))
-    text = write(tmp_path / "x.jsonl", *({"text": f"the light {n} in the kitchen is on. " * 30} for n in range(200)))
+    chats = write_rows(tmp_path / "t.jsonl", (chat(f"q {n}", f"a {n}") for n in range(30)))
+    val = write_rows(tmp_path / "v.jsonl", (chat(f"v {n}", f"a {n}") for n in range(5)))
+    text = write_rows(tmp_path / "x.jsonl", ({"text": f"the light {n} in the kitchen is on. " * 30} for n in range(99)))
     data = f"data: {{train_path: {chats}, text_path: {text}, val_path: {val}}}"
     splits = build(tokenizer, f"task_mode: cpt_mixed\n{data}")
     sources = splits.val.rows["source"][:]
-    assert sources.count(0) == 5
-    assert sources.count(1) >= 1
+    assert (sources.count(0), sources.count(1) >= 1) == (5, True)
     assert any("held-out text" in note for note in splits.notes)
     trained = {tuple(row["input_ids"]) for row in splits.train.rows}
     assert not [row for row in splits.val.rows if row["source"] == 1 and tuple(row["input_ids"]) in trained]
@@ -372,8 +344,7 @@ def test_real_files_render_whole_with_a_real_tokenizer(origin):
     folder = data_file("bundled/rows" if origin == "bundled" else "sft")
     for name, count in files.items():
         splits = build(tokenizer, f"data: {{train_path: {folder}/{name}, val_path: null}}", limit=32_768)
-        assert len(splits.train.rows) == count
-        assert not splits.train.stats.dropped_rows
+        assert (len(splits.train.rows), splits.train.stats.dropped_rows) == (count, {})
         assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)
 
 

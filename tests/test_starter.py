@@ -24,28 +24,20 @@ from tests.conftest import ROOT, shared, write_rows
 from tests.converter import converter
 from tests.test_train import losses
 
-# What a command may need, as the corpus names it.
 SLOTS = ("person", "room", "door", "style", "item", "degrees", "minutes", "hour", "day")
+"""What a command may need, as the corpus names it."""
 
 
-def prompts(rows):
-    return [normalise(row["messages"][0]["content"]) for row in rows]
-
-
-@pytest.fixture(scope="module")
-def rows():
-    return starter_rows()
-
-
-def test_there_are_enough_rows_of_as_many_kinds_and_the_corpus_has_none_of_them(rows):
+def test_there_are_enough_rows_of_as_many_kinds_and_the_corpus_has_none_of_them():
+    rows = starter_rows()
+    prompts = {split: [normalise(row["messages"][0]["content"]) for row in rows[split]] for split in rows}
     assert [len(rows[split]) for split in ("train", "val", "test")] == [2600, 100, 300]
     actions = {row["messages"][1]["content"].split()[0] for row in rows["train"]}
     assert len(actions) >= 12
     documents = corpus_documents()
-    corpus, training = "\n".join(map(normalise, documents)), set(prompts(rows["train"]))
-    for prompt in (*prompts(rows["val"]), *prompts(rows["test"])):
-        assert prompt not in training
-        assert prompt not in corpus
+    corpus, training = "\n".join(map(normalise, documents)), set(prompts["train"])
+    for prompt in (*prompts["val"], *prompts["test"]):
+        assert (prompt in training, prompt in corpus) == (False, False)
     assert not [action for action in actions if action in "\n".join(documents)]
     answers = Counter(row["messages"][1]["content"] for row in rows["test"])
     assert max(answers.values()) / len(rows["test"]) < 0.10  # always giving the most frequent one
@@ -60,8 +52,7 @@ def test_values_are_also_noted_where_no_wording_tells_what_they_are():
             assert sorted(found[1].split()) == sorted(noted[1::2])
             loose.update(noted[::2])
     assert set(loose) == set(SLOTS)
-    assert min(loose.values()) > 2000
-    assert min(loose.values()) > 0.9 * max(loose.values())
+    assert min(loose.values()) > max(2000, 0.9 * max(loose.values()))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +69,6 @@ def sft_play(cache: Path, *words: str, typed: str = "", **variables: str) -> str
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
-
-
-def train(cache: Path, out: Path, *overrides: str) -> str:
-    return sft_play(cache, "train", f"output.dir={out}", *overrides)
 
 
 def test_the_shipped_base_is_the_recorded_one():
@@ -150,18 +137,16 @@ def test_the_base_copies_every_slot():
 
 @pytest.mark.story
 def test_make_train_without_a_config_really_learns(cache, tmp_path):
-    printed = train(cache, tmp_path, "output.name=starter", "train.epochs=1")
+    printed = sft_play(cache, "train", f"output.dir={tmp_path}", "output.name=starter", "train.epochs=1")
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
-    assert summary["split"] == "test"
-    assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] > 0.5  # after one epoch of three
-    assert summary["after"]["loss"] < summary["before"]["loss"]
-    assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
-    assert summary["tokens_per_s"] > 0
+    before, after = summary["before"], summary["after"]
+    assert (summary["split"], before["rows"], after["rows"], summary["tokens_per_s"] > 0) == ("test", 300, 300, True)
+    assert before["exact_match"] < 0.10
+    assert after["exact_match"] > 0.5  # after one epoch of three
+    assert after["loss"] < before["loss"]
     lines = printed.splitlines()
-    assert sum("Evaluation on test: 300 rows, with 300 answers generated" in line for line in lines) == 2
-    assert sum("Asked:" in line for line in lines) == 3
-    assert sum("before:" in line for line in lines) == 3
+    counted = {"Evaluation on test: 300 rows, with 300 answers generated": 2, "Asked:": 3, "before:": 3}
+    assert {part: sum(part in line for line in lines) for part in counted} == counted
     for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory above the ", "Try next:"):
         assert part in printed
 
@@ -186,8 +171,7 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
     def answered(name: str, *words: str, **variables: str) -> dict:
         return json.loads(command(name, *words, "--json", **variables))
 
-    planned = answered("plan")
-    assert planned["fits"]
+    assert answered("plan")["fits"]
     assert answered("check")["ok"]
     trained = answered("train")
     assert trained["after"]["loss"] < trained["before"]["loss"]
@@ -204,21 +188,19 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
     assert answered("merge", "--out", str(tmp_path / "merged"))["path"] == str(tmp_path / "merged")
     llama_cpp = str(converter())
     assert answered("export", FORMAT="gguf", LLAMA_CPP=llama_cpp)["format"] == "gguf"
-    tested = answered("export-test", "--limit", "20")
-    assert tested["ok"]
+    assert answered("export-test", "--limit", "20")["ok"]
     (tmp_path / "asked.txt").write_text(f"{asked}\n")
     variables = {"INPUT": str(tmp_path / "asked.txt"), "OUTPUT": str(tmp_path / "answers.jsonl")}
     command("infer", "--max-new-tokens", "24", **variables)
     assert json.loads((tmp_path / "answers.jsonl").read_text())["answer"] in said
-    page = (folder / "report.html").read_text()
     assert answered("report")["run"] == str(folder)
-    assert "<svg" in page
+    assert "<svg" in (folder / "report.html").read_text()
     assert [one["status"] for one in answered("runs")["runs"]] == ["finished"]
 
 
 @pytest.mark.slow
 def test_the_starter_reaches_95_percent(cache, tmp_path):
-    train(cache, tmp_path, "output.name=starter")
+    sft_play(cache, "train", f"output.dir={tmp_path}", "output.name=starter")
     assert json.loads((tmp_path / "starter" / "summary.json").read_text())["after"]["exact_match"] >= 0.95
 
 
@@ -236,7 +218,8 @@ def test_the_starter_reaches_95_percent(cache, tmp_path):
 )
 def test_real_files_train_on_the_starters_base(cache, tmp_path, file, overrides):
     fixed = ["train.max_steps=2", "eval.before_training=false", "train.effective_batch_size=4", "eval.generate_rows=2"]
-    train(cache, tmp_path, "output.name=one", f"data.train_path={shared(file)}", *fixed, *overrides)
+    fixed += [f"output.dir={tmp_path}", "output.name=one", f"data.train_path={shared(file)}"]
+    sft_play(cache, "train", *fixed, *overrides)
     assert len(losses(tmp_path / "one")) == 2
 
 

@@ -119,23 +119,20 @@ def refused(place):
 @pytest.mark.parametrize("command", STARTS)
 def test_data_that_cannot_be_read_is_refused_before_a_library_loads(command, name, refused):
     code, said, loaded = refused[command, f"data.train_path={name}.jsonl"]
-    assert (code, loaded) == (2, [])
-    assert WRONG_DATA[name] in said
-    assert "Choice:" not in said  # not even planned
+    # not even planned
+    assert (code, loaded, WRONG_DATA[name] in said, "Choice:" in said) == (2, [], True, False), said
 
 
 @pytest.mark.parametrize("words", WRONG_FOLDER)
 @pytest.mark.parametrize("command", STARTS)
 def test_a_folder_that_cannot_be_written_is_refused_before_a_library_loads(command, words, refused):
     code, said, loaded = refused[command, *words]
-    assert (code, loaded) == (2, [])
-    assert WRONG_FOLDER[words] in said
+    assert (code, loaded, WRONG_FOLDER[words] in said) == (2, [], True), said
 
 
 def test_the_parent_of_ranks_starts_them_without_a_library(refused):
     code, said, loaded = refused["train-distributed", "data.train_path=good.jsonl"]
-    assert (code, loaded) == (0, [])
-    assert "Choice: ddp" in said
+    assert (code, loaded, "Choice: ddp" in said) == (0, [], True), said
     assert said.index("Launch:") < said.index("the ranks were started")
 
 
@@ -153,13 +150,7 @@ def look(folder: Path, text: str, *, task_mode: str = "sft", **options: object) 
     examples.check_first_rows(data, find_data_paths(data), task_mode=task_mode)
 
 
-def test_rows_that_need_a_library_are_left_to_the_run(monkeypatch):
-    data = DataConfig(train_path="hub:owner/name")
-    monkeypatch.setattr(examples, "read_part", lambda part: pytest.fail(f"{part} was read"))
-    examples.check_first_rows(data, find_data_paths(data), task_mode="sft")
-
-
-def test_a_later_row_that_can_be_read_is_left_to_the_run(tmp_path):
+def test_a_later_row_that_can_be_read_is_left_to_the_run_and_so_are_rows_that_need_a_library(tmp_path, monkeypatch):
     """Whoever has to fix rows wants all of them counted: only a file whose first rows are all bad is refused here."""
     bad, good = ["{not json"] * examples.CHECKED_FIRST_ROWS, chat("a", "b")
     look(tmp_path, jsonl(*bad[1:], good))
@@ -168,6 +159,9 @@ def test_a_later_row_that_can_be_read_is_left_to_the_run(tmp_path):
         look(tmp_path, jsonl(*bad, good))
     with pytest.raises(DataError, match=r"1 of 1 rows of data\.train_path="):
         look(tmp_path, "{not json\n")
+    data = DataConfig(train_path="hub:owner/name")
+    monkeypatch.setattr(examples, "read_part", lambda part: pytest.fail(f"{part} was read"))
+    examples.check_first_rows(data, find_data_paths(data), task_mode="sft")
 
 
 def test_rows_of_no_format_count_only_where_enough_of_them_were_read(tmp_path):
@@ -193,15 +187,11 @@ def test_every_source_is_looked_at_and_plain_text_is_none_of_chats(tmp_path):
         look(tmp_path, jsonl(chat("a", "b")), columns={"nothing": "messages"})
 
 
-@pytest.fixture(scope="module")
-def watched(place):
+def test_data_and_plan_come_before_the_libraries_which_are_announced_once(place):
     in_a_process(WATCHED, place, "train", "--config", "run.yaml")
-    return json.loads((place / "found.json").read_text())
-
-
-def test_data_and_plan_come_before_the_libraries_which_are_announced_once(watched, place):
-    code, loaded, _, _ = watched
-    assert code == 0
+    code, loaded, frozen, is_enabled = json.loads((place / "found.json").read_text())
+    assert (code, is_enabled) == (0, True)
+    assert frozen > 300_000  # what imports made is left out of collections: about a million; Python's own are hundreds
     lines = list(loaded)
     assert lines.index("Choice") < lines.index("Predicted peak") < lines.index("Loading libraries")
     assert lines.index("Loading libraries") < lines.index("Data train") < lines.index("Trainable parameters")
@@ -210,12 +200,6 @@ def test_data_and_plan_come_before_the_libraries_which_are_announced_once(watche
     logs = [path.read_text() for path in (place / "outputs").glob("run-*/train.log")]
     (log,) = [log for log in logs if "Trainable parameters" in log]  # the other has what the parent of ranks said
     assert log.count("Loading libraries") == 1
-
-
-def test_what_imports_made_is_left_out_of_collections(watched):
-    _, _, frozen, is_enabled = watched
-    assert is_enabled
-    assert frozen > 300_000  # about a million; Python's own are a few hundred at most
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
@@ -242,8 +226,7 @@ def test_collections_are_on_again_however_imports_end(error, monkeypatch):
     with contextlib.suppress(error), waiting.importing():
         assert not gc.isenabled()
         raise error
-    assert gc.isenabled()
-    assert frozen == [False]  # before they are on again: none may walk through all that was imported
+    assert (gc.isenabled(), frozen) == (True, [False])  # frozen before: none walks through all that was imported
 
 
 def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path, monkeypatch, sums):
@@ -258,9 +241,7 @@ def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path
     )
     plan = json.dumps([["plan", "--config", "run.yaml"]])
     first, second = (json.loads(in_a_process(SEVERAL, tmp_path, given=plan).splitlines()[-1])[0] for _ in range(2))
-    assert first[0] == second[0] == 0
-    assert "torch" in first[2]
-    assert second[2] == []
+    assert (first[0], second[0], "torch" in first[2], second[2]) == (0, 0, True, [])
 
     def choice(said: str) -> list[str]:
         """The figures that do not depend on how much memory is free."""

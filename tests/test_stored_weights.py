@@ -58,15 +58,13 @@ def as_fp8(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
 
 def base(folder: Path, kind: str, quantisation: dict, *, width: int = 48) -> Path:
     """A small random model whose file is stored so."""
-    common = {
+    fields = {
         "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
         "num_key_value_heads": 2, "num_experts_per_tok": 2, "tie_word_embeddings": False,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 256, "intermediate_size": 64 if kind == "gpt_oss" else 2 * width,
     }  # fmt: skip
-    sparse = {"num_experts": 4, "moe_intermediate_size": width, "intermediate_size": 2 * width}
-    fields = common | {
-        "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64}, "qwen3_moe": {**sparse, "mlp_only_layers": [0]},
-    }[kind]  # fmt: skip
+    sparse = {"num_experts": 4, "moe_intermediate_size": width, "mlp_only_layers": [0]}
+    fields |= {"num_local_experts": 4} if kind == "gpt_oss" else sparse
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.bfloat16)
     with torch.no_grad():
@@ -102,17 +100,16 @@ def plain_copy(folder: Path) -> Path:
 
 
 def loaded(folder: Path, mode: str):
-    text = {"model": {"name": str(folder), "max_seq_len": 64}, "tuning": {"mode": mode}}
-    config = config_from_text(json.dumps(text), name="run")
+    config = config_from_text(f"model: {{name: {folder}, max_seq_len: 64}}\ntuning: {{mode: {mode}}}", name="run")
     spec = build_model_spec(config, BF16, tokenizer_size=400)
     return load_model(config, BF16, spec, device="cpu"), spec
 
 
-CASES = [("gpt_oss", MXFP4), ("qwen3_moe", FP8)]
+CASES = {"gpt_oss": MXFP4, "qwen3_moe": FP8}
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(("kind", "stored"), CASES, ids=[kind for kind, _ in CASES])
+@pytest.mark.parametrize(("kind", "stored"), CASES.items(), ids=CASES)
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_it_loads_as_its_16_bit_copy_does(tmp_path, kind, stored, mode):
     folder = base(tmp_path / "base", kind, stored)
@@ -127,7 +124,7 @@ def test_it_loads_as_its_16_bit_copy_does(tmp_path, kind, stored, mode):
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(("kind", "stored"), CASES, ids=["mxfp4", "fp8"])
+@pytest.mark.parametrize(("kind", "stored"), CASES.items(), ids=CASES)
 def test_values_are_those_of_transformers_own_dequantisation(tmp_path, kind, stored):
     folder = base(tmp_path / "base", kind, stored, width=64)  # it takes whole blocks only
     wanted = Mxfp4Config(dequantize=True) if stored is MXFP4 else FineGrainedFP8Config(dequantize=True)
@@ -171,30 +168,25 @@ def test_any_grid_of_scales_is_undone(tmp_path, seed):
 
 
 @pytest.mark.parametrize("size", [None, [0, None], [2, 2]])
-def test_blocks_are_as_large_as_their_number_says_where_the_config_names_no_size(tmp_path, size):
+def test_blocks_are_as_large_as_their_number_says_where_no_size_is_named_and_without_scales_refused(tmp_path, size):
     stored, scales = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     save_file({"a.weight": stored, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert open_tensors(tmp_path)["a.weight"].read().tolist() == [[1, 1, 2, 2]] * 2 + [[3, 3, 4, 4]] * 2
-
-
-def test_quantised_values_without_scales_are_refused(tmp_path):
-    save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    save_file({"a.weight": stored}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"a\.weight in F8_E4M3, and no scales"):
         open_tensors(tmp_path)
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-@pytest.mark.parametrize(("kind", "stored"), CASES, ids=[kind for kind, _ in CASES])
+@pytest.mark.parametrize(("kind", "stored"), CASES.items(), ids=CASES)
 def test_a_merge_is_a_16_bit_model_that_answers_as_trained(tmp_path, kind, stored, mode):
     folder = base(tmp_path / "base", kind, stored)
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", folder, mode=mode)))
     merged = merge_run(run, dtype="fp32")
-    config = json.loads((merged.path / "config.json").read_text())
-    assert "quantization_config" not in config
+    assert "quantization_config" not in json.loads((merged.path / "config.json").read_text())
     assert {one.dtype for one in open_tensors(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():

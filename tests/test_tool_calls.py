@@ -19,7 +19,7 @@ from sft_play.data.sources.formats import recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
-from tests.conftest import shared
+from tests.conftest import shared, write_rows
 from tests.models import CHATML, make_tokenizer
 
 NO_LIMIT = 1 << 30
@@ -162,9 +162,9 @@ def test_mistrals_calls_are_json_in_both_forms(name):
 
 
 GOLDEN = """
-5 1501 7567 1629 2032 1113 1295 29498 1537 1991 1316 1113 17452 2032 10598 19141 2032 1113
-29528 3980 12547 29512 5651 1291 29494 29535 1335 1146 29510 29481 2001 1316 1113 14066 2032 29473
-29538 1649 1113 1081 2032 1113 7338 29538 29483 29517 29552 29489 29537 29542 29507 10925 2
+5 1501 7567 1629 2032 1113 1295 29498 1537 1991 1316 1113 17452 2032 10598 19141 2032 1113 29528 3980 12547 29512 5651
+1291 29494 29535 1335 1146 29510 29481 2001 1316 1113 14066 2032 29473 29538 1649 1113 1081 2032 1113 7338 29538 29483
+29517 29552 29489 29537 29542 29507 10925 2
 """
 """What mistral-common 1.13.1 (MistralTokenizer.v3) encodes the call of the test below as, through its end token."""
 
@@ -220,8 +220,7 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
         assert isinstance(made, TokenRow), made
         own = "text" if isinstance(arguments, str) else "object"
         if right in ("own", own):
-            assert made.notes == ()
-            assert made.text == by_transformers(small, data)
+            assert (made.notes, made.text) == ((), by_transformers(small, data))
         else:
             for_object, for_text = fitted_template.NOTE_TEXT_FOR_OBJECT, fitted_template.NOTE_OBJECT_FOR_TEXT
             assert made.notes == (for_object if own == "object" else for_text,)
@@ -375,11 +374,8 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
 
     table = datasets.Dataset.from_list(ROWS_OF_CALLS)
     told = table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
-    path = tmp_path / {"parquet": "rows.parquet", "saved": "saved"}[stored]
-    if stored == "parquet":
-        table.to_parquet(str(path))
-    else:
-        table.save_to_disk(str(path))
+    path = tmp_path / f"rows.{stored}"
+    table.to_parquet(str(path)) if stored == "parquet" else table.save_to_disk(str(path))
     found = [example for _, example in ExampleReader(path, DataConfig(), split="train").numbered_examples()]
     for row, example in zip(ROWS_OF_CALLS, found, strict=True):
         assert example.messages[1]["tool_calls"][0]["function"] == row["messages"][1]["tool_calls"][0]["function"]
@@ -389,12 +385,7 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
 
 
 def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
-    row = {"messages": [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 1}}}]},
-    ]}  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered_examples()
+    path = write_rows(tmp_path / "rows.jsonl", [row(call({"a": None, "b": 1}))])
+    [(_, found)] = ExampleReader(path, DataConfig(), split="train").numbered_examples()
     assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
     assert not any("nulls" in note for note in found.notes)

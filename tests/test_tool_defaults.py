@@ -1,7 +1,13 @@
 """The table of other tools' defaults: its form, that each default reaches the written YAML or a comment, and that it is
-what the tools' own source says (docs/testing.md)."""
+what the tools' own source says, read by its syntax in wheels or where it is installed (docs/testing.md)."""
 
+import ast
 import datetime
+import os
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +16,77 @@ from sft_play.config import other_tools
 from sft_play.config.load import config_from_text
 from sft_play.config.options import all_options, find_option, option_accepts
 from sft_play.config.translated import format_run_yaml, translate_file
-from tests.tool_sources import WHEELS, default_in, installed_source, source_in_wheels, version_of_wheel, wheels
 
 TOOLS: dict[str, Any] = other_tools._load_tables("tool_defaults.yaml")
 NAMED = [tool for tool in TOOLS if tool != "none"]
 INSTALLED = ("transformers", "trl", "peft", "torch")
+
+WHEELS = "SFT_PLAY_WHEELS"
+"""The variable that names a folder with wheels of the tools (docs/testing.md)."""
+
+
+def wheels() -> list[Path]:
+    """The wheels of the folder that SFT_PLAY_WHEELS names; none where it is not set."""
+    folder = os.environ.get(WHEELS)
+    return sorted(Path(folder).glob("*.whl")) if folder else []
+
+
+def installed_source(file: str) -> str | None:
+    """The text of a file of an installed package; None where it is not installed."""
+    path = Path(sysconfig.get_paths()["purelib"], file)
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def source_in_wheels(file: str) -> str | None:
+    """The text of a file in the first wheel that has it; None where no wheel does."""
+    for wheel in wheels():
+        with zipfile.ZipFile(wheel) as archive:
+            if file in archive.namelist():
+                return archive.read(file).decode("utf-8")
+    return None
+
+
+def version_of_wheel(package: str) -> str | None:
+    """The version of a package among the wheels, by the file's name; None where it is not there."""
+    name = package.replace("-", "_").lower()
+    return next((w.name.split("-")[1] for w in wheels() if w.name.split("-")[0].lower() == name), None)
+
+
+def default_in(source: str, name: str, key: str) -> Any:
+    """The default of a field of a class, or of an argument of a function (`Class.method` too). Raises LookupError where
+    there is none, and ValueError where it is no literal."""
+    node: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        node = next(one for one in ast.walk(node) if isinstance(one, kinds) and one.name == part)
+    for field, value in _fields(node):
+        if field == key:
+            return _literal(value)
+    raise LookupError(f"{name} has no {key}")
+
+
+def _fields(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(node, ast.FunctionDef):
+        names = [one.arg for one in node.args.args[len(node.args.args) - len(node.args.defaults) :]]
+        yield from zip(names, node.args.defaults, strict=True)
+        yield from zip((one.arg for one in node.args.kwonlyargs), node.args.kw_defaults, strict=True)
+    if isinstance(node, ast.ClassDef):
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                yield item.target.id, item.value
+
+
+def _literal(value: ast.expr | None) -> Any:
+    """A literal, or that of dataclasses' or pydantic's `field(default=…)`; a name that follows (`default_optim`) is
+    none."""
+    if isinstance(value, ast.Call):
+        named = {one.arg: one.value for one in value.keywords}
+        if "default_factory" in named:
+            factory = named["default_factory"]
+            return _literal(factory.body) if isinstance(factory, ast.Lambda) else []
+        return _literal(named.get("default", value.args[0] if value.args else None))
+    assert value is not None
+    return ast.literal_eval(value)
 
 
 def checks(source_of) -> tuple[int, list[str]]:
@@ -96,19 +168,18 @@ NEUTRAL = {
 def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
     """Of a file that says nothing but the mode, every default is in force in the run that is written, or a comment
     names its key. Those that follow from other settings are worked out by hand in test_translated.py."""
-    found = translate_file(
-        f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", user_settings={"model.name": "a/b"}
-    )
+    text = f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n"
+    found = translate_file(text, name="x.yaml", user_settings={"model.name": "a/b"})
     assert found.tool.name.startswith(TOOLS[tool]["name"])
     config = config_from_text(format_run_yaml(found.settings), name="x.yaml")
     said = " ".join(" ".join(found.comments()).replace("# ", "").split())
     seen: set[str] = set()
     for key, value in found.tool.defaults.items():
         row = found.tool.known_keys.get(key) or other_tools.find_known_key(tuple(key.split(".")))
-        wanted = (
-            value if isinstance(value, dict) else dict(other_tools.translate_value(row, value).settings) if row else {}
-        )
-        wanted = wanted if row or isinstance(value, dict) else {find_option(key)[0]: value}
+        if isinstance(value, dict):
+            wanted = value
+        else:
+            wanted = dict(other_tools.translate_value(row, value).settings) if row else {find_option(key)[0]: value}
         for path, ours in wanted.items() if value is not None else ():
             is_idle = mode == "full" and path.startswith("tuning.lora.")
             if path in {"words", "tuning.mode", *seen} or isinstance(ours, (dict, list)) or is_idle:

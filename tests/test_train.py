@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,21 +17,15 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    GenerationConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralForCausalLM
 
 from sft_play.errors import TrainingError
 from sft_play.runs.folder import RunFolder, first_start_date
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop import trainer
-from sft_play.training.loop.callbacks import GradientCheck, Progress
+from sft_play.training.loop.callbacks import GradientCheck
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import chat, write_rows
 from tests.models import make_llama, make_tokenizer
@@ -128,9 +123,8 @@ def test_a_run_writes_its_whole_folder(train, mode):
     peak = summary["peak_bytes"]
     assert (peak["measured_rss"] > 0, peak["measured_allocated"], peak["predicted_allocated"] > 0) == (True, None, True)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["status"], manifest["seed"]) == ("finished", 42)
+    assert (manifest["status"], manifest["seed"], "template_date" in manifest) == ("finished", 42, False)
     assert (manifest["versions"]["torch"], len(manifest["data"]["train"]["sha256"])) == (torch.__version__, 64)
-    assert "template_date" not in manifest  # the template writes none
     assert "Starting new bnb run with fp32 precision on the CPU" in printed
     assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
     assert losses(folder)[1] < losses(folder)[0]
@@ -168,8 +162,7 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(trained, m
     one, other = (torch.load(path, weights_only=True)["state"] for path in last)
     assert one.keys() == other.keys()
     for index, state in one.items():
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[index][key])), (index, key)
+        assert_same_bits(*({key: torch.as_tensor(one) for key, one in of.items()} for of in (state, other[index])))
 
 
 def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(trained):
@@ -287,26 +280,23 @@ def test_if_exists_resume_starts_goes_on_and_then_has_nothing_to_do(train):
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
 
 
-def test_checkpoints_are_kept_to_the_limit(train):
-    _, _, folder = train("one", "train.max_steps=4", "train.save_steps=1", "train.save_total_limit=2")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint-3", "checkpoint-4"]
-    assert len(checkpoints.complete_checkpoints(folder / "checkpoints")) == 2
+def test_checkpoints_are_kept_to_the_limit(trained):
+    folder = trained("one", "train.max_steps=4", "train.save_steps=1", "train.save_total_limit=2") / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert len(checkpoints.complete_checkpoints(folder)) == 2
 
 
-@pytest.fixture
-def any_rate(monkeypatch):
-    monkeypatch.setattr("sft_play.config.validation.MAX_LEARNING_RATE", float("inf"))
+ANY_RATE = ("sft_play.config.validation.MAX_LEARNING_RATE", float("inf"))
 
 
-@pytest.mark.usefixtures("any_rate")
 def test_patience_is_not_begun_again_by_a_resume(train, trained, monkeypatch):
     """A learning rate that ruins the model: the first evaluation is the best one, whose weights are kept and loaded at
     the end, and patience ends the run. Others are stopped after two steps, and after the last one."""
+    monkeypatch.setattr(*ANY_RATE)
     words = ["train.max_steps=8", "tuning.mode=lora", "train.learning_rate=30.0", "train.lr_scheduler_type=constant",
              "train.save_steps=1", "eval.steps=1", "train.load_best_model_at_end=true",
              "train.early_stopping_patience=2", "train.save_total_limit=1"]  # fmt: skip
-    code, printed, unbroken = train("unbroken", *words)
-    assert code == 0, printed
+    unbroken = trained("unbroken", *words)
     assert 2 < len(losses(unbroken)) < 8
     seen = {line["step"]: line["eval_loss"] for line in metrics(unbroken) if "eval_loss" in line and line["step"] > 0}
     best = min(seen, key=lambda step: seen[step])
@@ -314,12 +304,9 @@ def test_patience_is_not_begun_again_by_a_resume(train, trained, monkeypatch):
     assert summary["after"]["loss"] == pytest.approx(seen[best], rel=1e-4)
     assert (unbroken / "checkpoints" / f"checkpoint-{best}").is_dir()
 
-    def fail(*_, **__):
-        raise TrainingError("ended here")
-
-    assert train("early", *words, "train.stop_after_steps=2")[0] == 0
+    trained("early", *words, "train.stop_after_steps=2")
     with monkeypatch.context() as patch:
-        patch.setattr("sft_play.training.run.build_summary", fail)
+        patch.setattr("sft_play.training.run.build_summary", Mock(side_effect=TrainingError("ended here")))
         assert train("late", *words)[0] == 2
     for name in ("early", "late"):
         folder = trained(name, *words, verb="resume")
@@ -327,29 +314,23 @@ def test_patience_is_not_begun_again_by_a_resume(train, trained, monkeypatch):
 
 
 class TestGradientCheck:
-    class State:
-        global_step = 0
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = SimpleNamespace(global_step=0)
 
     def test_a_trainable_tensor_without_gradient_stops_the_run_and_is_named(self):
-        model = self.Model()
-        model.used(torch.ones(1, 2)).sum().backward()
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+        model["used"](torch.ones(1, 2)).sum().backward()
         with pytest.raises(TrainingError, match=r"2 of 4 trainable tensors.*unused\.weight, unused\.bias"):
-            GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
-        (model.used(torch.zeros(1, 2)).sum() + model.unused(torch.ones(1, 2)).sum()).backward()
-        model.used.weight.grad.zero_()  # one of zeros is none
+            GradientCheck().on_pre_optimizer_step(None, self.state, None, model=model)
+        (model["used"](torch.zeros(1, 2)).sum() + model["unused"](torch.ones(1, 2)).sum()).backward()
+        model["used"].weight.grad.zero_()  # one of zeros is none
         with pytest.raises(TrainingError, match=r"used\.weight"):
-            GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
+            GradientCheck().on_pre_optimizer_step(None, self.state, None, model=model)
 
     def test_lora_a_is_looked_at_once_its_b_has_left_zero(self):
         model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"], r=1))
         check = GradientCheck()
         model(torch.ones(1, 2)).sum().backward()
-        check.on_pre_optimizer_step(None, self.State(), None, model=model)
+        check.on_pre_optimizer_step(None, self.state, None, model=model)
         assert not check.is_done
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -357,14 +338,14 @@ class TestGradientCheck:
             elif "lora_A" in name:
                 parameter.grad = None
         with pytest.raises(TrainingError, match="lora_A"):
-            check.on_pre_optimizer_step(None, self.State(), None, model=model)
+            check.on_pre_optimizer_step(None, self.state, None, model=model)
         model(torch.ones(1, 2)).sum().backward()
-        check.on_pre_optimizer_step(None, self.State(), None, model=model)
+        check.on_pre_optimizer_step(None, self.state, None, model=model)
         assert check.is_done
 
-    @pytest.mark.usefixtures("any_rate")
-    def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train):
+    def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train, monkeypatch):
         """At the third step no gradient is left, or the loss is not a number."""
+        monkeypatch.setattr(*ANY_RATE)
         code, printed, _ = train("one", "train.learning_rate=1e6", "train.max_steps=8", "train.on_nan=stop")
         assert (code, "start a new run with a lower train.learning_rate" in printed) == (2, True), printed
 
@@ -382,16 +363,14 @@ class TestGradientCheck:
         assert "layers.0" in printed
 
 
-def in_fp16(monkeypatch, scale: float) -> None:
-    """Runs compute in fp16 from here on, as on a GPU: accelerate has it there alone, torch on a CPU too. The scale of
-    the loss begins at `scale`."""
-
+def test_an_fp16_run_whose_first_steps_are_skipped_trains(train, monkeypatch):
+    """Computed in fp16 as on a GPU: accelerate has it there alone, torch on a CPU too."""
     begin, arguments = Accelerator.__init__, trainer.training_arguments
 
     def begin_in_fp16(self, *args, **options):
         begin(self, *args, **options)
         self.state._mixed_precision, self.native_amp = "fp16", True
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
 
     def told_so(*args, **options):
         made = arguments(*args, **options)
@@ -400,24 +379,10 @@ def in_fp16(monkeypatch, scale: float) -> None:
 
     monkeypatch.setattr(Accelerator, "__init__", begin_in_fp16)
     monkeypatch.setattr(trainer, "training_arguments", told_so)
-
-
-def test_an_fp16_run_whose_first_steps_are_skipped_trains(train, monkeypatch):
-    in_fp16(monkeypatch, 2.0**24)
     code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=12")
-    assert code == 0, printed
+    assert (code, "Step 12 skipped" in printed) == (0, False), printed
     assert "Step 1 skipped: gradients not finite, which is how fp16 finds its loss scale" in printed
-    assert "Step 12 skipped" not in printed
     assert losses(folder)[-1] < losses(folder)[0]
-
-
-def test_an_fp16_run_that_skips_every_step_stops(train, monkeypatch):
-    in_fp16(monkeypatch, 2.0**60)
-    code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=3")
-    assert code == 2
-    assert "all 3 steps had values that are not finite: nothing was learned: activations or gradients left" in printed
-    assert "llama is not among the families known for it" in printed
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
 
 
 REFUSALS = {
@@ -436,8 +401,7 @@ REFUSALS = {
 def test_a_refusal_is_one_message_with_exit_code_2_and_nothing_is_left(train, tmp_path, case):
     override, message = REFUSALS[case]
     code, printed, _ = train("one", override)
-    assert (code, printed.count("error:"), "Traceback" in printed) == (2, 1, False), printed
-    assert message in printed
+    assert (code, printed.count("error:"), "Traceback" in printed, message in printed) == (2, 1, False, True), printed
     assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
 
 
@@ -452,9 +416,8 @@ def test_a_base_model_without_template_is_refused_before_all_rows_are_read(train
     broken = tmp_path / "broken.jsonl"
     broken.write_text(json.dumps(chat("hello", "hello")) + "\n{not json\n")
     code, printed, _ = train("one", f"model.name={folder}", f"data.train_path={broken}")
-    assert (code, "has no chat template" in printed) == (2, True), printed
+    assert (code, "has no chat template" in printed, "not valid JSON" in printed) == (2, True, False), printed
     assert "chatml, plain" in printed
-    assert "not valid JSON" not in printed
     code, printed, _ = train("one", f"model.name={folder}", "data.chat_template=plain", "train.max_steps=1")
     assert (code, "Chat template: the built-in plain" in printed) == (0, True), printed
 
@@ -465,8 +428,7 @@ def test_a_tokenizer_larger_than_the_model_resizes_only_where_it_is_trained(trai
     assert (code, "modules_to_save=[embed_tokens, lm_head]" in printed) == (2, True), printed
     for name, folder in (("two", small), ("three", large)):  # a smaller one shrinks nothing
         code, printed, run = train(name, f"model.name={folder}", "tuning.mode=full", "train.max_steps=1")
-        assert code == 0, printed
-        assert ("Embeddings: resized from 262 to" in printed) == (folder is small)
+        assert (code, "Embeddings: resized from 262 to" in printed) == (0, folder is small), printed
         rows = weights(run)["model.embed_tokens.weight"].shape[0]
         assert (rows > 262) if folder is small else (rows == 512)
 
@@ -496,9 +458,7 @@ UNUSABLE = {
     "a weight is missing": (without_a_weight, "do not match its config.json: model.layers.1.mlp.up_proj.weight"),
     "no head": (configured(tie_word_embeddings=False), "do not match its config.json: lm_head.weight"),
     "masked": (configured(architectures=["BertForMaskedLM"]), "not a causal language model"),
-    "quantised": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), "already quantised (gptq)"),
     "no such activation": (configured(hidden_act="nope"), "transformers cannot build a LlamaConfig"),
-    "no number": (configured(num_key_value_heads="x"), "needs a whole number"),
     "other shapes": (configured(hidden_size=32), "cannot be loaded"),
     "git lfs": (lambda folder: (folder / "model.safetensors").write_text(GIT_LFS), "cannot be loaded"),
 }
@@ -507,13 +467,10 @@ UNUSABLE = {
 @pytest.mark.parametrize("case", sorted(UNUSABLE))
 def test_a_base_that_cannot_be_trained_is_refused_and_nothing_is_left(train, tmp_path, tiny_llama, case):
     change, message = UNUSABLE[case]
-    folder = tmp_path / "changed"
-    shutil.copytree(tiny_llama, folder)
+    folder = shutil.copytree(tiny_llama, tmp_path / "changed")
     change(folder)
     code, printed, run = train("one", f"model.name={folder}", "tuning.mode=lora")
-    assert code == 2, printed
-    assert message in printed
-    assert not run.exists()
+    assert (code, message in printed, run.exists()) == (2, True, False), printed
 
 
 def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
@@ -546,18 +503,6 @@ def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path
     assert (code, "0.3 of the sequences" in printed) == (0, True), printed
 
 
-def test_speed_and_time_left_count_training_steps_only():
-    state = SimpleNamespace(global_step=0, max_steps=10)
-    clock = iter([1.0, 10.0, 14.0, 114.0, 118.0, 118.0, 118.0, 118.0])
-    progress = Progress(clock=lambda: next(clock))
-    progress.on_train_begin(None, state, None)  # at 1 s: then the longest rows are tried
-    progress.on_step_begin(None, state, None)  # at 10 s
-    progress.on_step_end(None, state, None)  # at 14 s: then 100 s of evaluation
-    progress.on_step_begin(None, state, None)  # at 114 s
-    line = progress.format_line(2, 10, {"loss": 1.5, "tokens_per_s": 100.0})  # at 118 s: 8 steps left at 4 s each
-    assert line == "loss 1.5000  100 tokens/s  32 seconds left"
-
-
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(trained, tmp_path, monkeypatch):
     template = tmp_path / "dated.jinja"
     template.write_text(
@@ -569,8 +514,7 @@ def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(trained, t
     assert "rows are fewer than one effective batch of 64" in (folder / "train.log").read_text()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["template_date"] == str(date.today())
-    manifest["template_date"] = "2001-02-03"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"template_date": "2001-02-03"}))
     assert first_start_date(RunFolder(folder)) == date(2001, 2, 3)
 
 

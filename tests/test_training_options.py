@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,17 +52,24 @@ def longer(monkeypatch):
         one.cache_clear()
 
 
-def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeypatch, tmp_path):
+def test_the_trainer_unsloths_process_the_bench_and_tensorboard_are_given_a_new_option(longer, monkeypatch, tmp_path):
+    from benchmarks.steps import order, ours
     from sft_play.training.loop.trainer import training_arguments
+    from sft_play.training.measure.board import build_hparams
 
-    plan = SimpleNamespace(
-        trainer_batch=SimpleNamespace(micro_batch=1, grad_accum=1), eval_batch=1,
+    plan: Any = SimpleNamespace(
+        trainer_batch=SimpleNamespace(micro_batch=1, grad_accum=1), eval_batch=1, layout="single", max_seq_len=8,
         precision=SimpleNamespace(compute="float32"), hardware=SimpleNamespace(device="cpu"),
+        batch=SimpleNamespace(ranks=1, effective_batch=8, micro_batch=1),
         choice=SimpleNamespace(checkpointed_layers=0, step=SimpleNamespace(offloads=False)),
     )  # fmt: skip
-    made = training_arguments(longer, plan, RunFolder(tmp_path), has_eval=False)  # type: ignore[arg-type]
-    assert made.adam_epsilon == 1e-6
+    assert training_arguments(longer, plan, RunFolder(tmp_path), has_eval=False).adam_epsilon == 1e-6
     assert not [refused for refused in backend.unsupported_options(longer) if "adam_epsilon" in refused]
+    facts = ours.training_facts(longer)
+    assert facts["adam_epsilon"] == 1e-6
+    told = {"trainer": facts, "effective_batch": 8, "logging_steps": 1, "compute_dtype": "float32", "on_cpu": True}
+    assert order.trainer_arguments(told, steps=1, micro=1)["adam_epsilon"] == 1e-6
+    assert build_hparams(longer, plan)["adam_epsilon"] == 1e-6
 
 
 def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
@@ -72,32 +80,13 @@ def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
         fill_auto_values({"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, numbers)
 
 
-def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_path):
-    from benchmarks.steps import order, ours
-    from sft_play.training.measure.board import build_hparams
-
-    facts = ours.training_facts(longer)
-    assert facts["adam_epsilon"] == 1e-6
-    told = {"trainer": facts, "effective_batch": 8, "logging_steps": 1, "compute_dtype": "float32", "on_cpu": True}
-    assert order.trainer_arguments(told, steps=1, micro=1)["adam_epsilon"] == 1e-6
-    plan = SimpleNamespace(
-        layout="single", batch=SimpleNamespace(ranks=1, effective_batch=8, micro_batch=1), max_seq_len=8,
-        precision=SimpleNamespace(compute="float32"),
-    )  # fmt: skip
-    assert build_hparams(longer, plan)["adam_epsilon"] == 1e-6  # type: ignore[arg-type]
-
-
-def test_other_tools_names_lead_to_a_new_option(longer):
+def test_other_tools_names_lead_to_a_new_option_and_an_optimizer_that_does_not_read_it_is_refused(longer):
     for name in ("adam_eps", "epsilon", "eps"):
         with pytest.raises(ConfigError, match=r"here it is train.adam_epsilon: 1e-6"):
             config_from_text(f"model: {{name: a}}\n{name}: 1e-6\n", name="x.yaml")
-
-
-def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
     train = longer.train.model_copy(update={"optim": "adafactor"})
     config = longer.model_copy(update={"train": train})
-    told = [problem for problem in find_conflicts(config, YamlDocument("run.yaml")) if "adam_epsilon" in problem.path]
-    (problem,) = told
+    (problem,) = (one for one in find_conflicts(config, YamlDocument("run.yaml")) if "adam_epsilon" in one.path)
     assert problem.message == "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
 
 

@@ -118,12 +118,9 @@ def test_what_a_file_leaves_out_is_what_its_tool_takes_then(text, expected):
     assert {path: value(config, path) for path in expected} == expected
 
 
-def test_an_adapter_that_is_continued_keeps_its_own_options():
+def test_an_adapter_that_is_continued_and_a_run_yaml_of_ours_keep_their_own_options():
     assert config_of(f"{FACTORY}adapter_name_or_path: saves/first\n").model.adapter == "saves/first"
     assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").settings)
-
-
-def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
     text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
     found = translate_file(text, name="x.yaml", user_settings={})
     given = {"model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit"}
@@ -131,18 +128,14 @@ def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
 
 
 def test_a_default_never_counts_against_the_file():
-    said = comments(f"{TRL}lr_scheduler_type: warmup_stable_decay\noptim: sgd\n")
-    assert "lr_scheduler_type (value warmup_stable_decay)" in said.replace('"', "")
-    assert "warmup_stable_decay is not supported" in said
-    assert "optim (value sgd): here it is train.optim" in said.replace('"', "")
+    said = comments(f"{TRL}lr_scheduler_type: warmup_stable_decay\noptim: sgd\n").replace('"', "")
+    assert "lr_scheduler_type (value warmup_stable_decay)" in said
+    assert "optim (value sgd): here it is train.optim" in said
     assert "all weights, not adapters" not in comments(f"{TRL}use_peft: true\n")
     config = config_of(f"{TRL}train_batch_size: 64\nreport_to: tensorboard\nuse_wandb: true\nuse_mlflow: false\n")
     assert (config.train.effective_batch_size, config.train.batch_size) == (64, "auto")
     assert sorted(config.train.report_to) == ["tensorboard", "wandb"]
-
-
-def test_the_rows_decide_which_tokens_trl_trains():
-    for rows, loss_on in (("messages", "all"), ("prompt/completion", "completion")):
+    for rows, loss_on in (("messages", "all"), ("prompt/completion", "completion")):  # the rows decide
         assert config_of(TRL, rows=rows).data.loss_on == loss_on
 
 
@@ -165,9 +158,9 @@ def test_the_rows_decide_which_tokens_trl_trains():
 )
 def test_what_axolotl_says_of_a_data_set_is_taken_or_named(entry, said):
     text = f"{AXOLOTL}datasets:\n  - path: my.jsonl\n    {entry}\n"
-    key = re.split(r"[:{ ]", entry)[0]
-    assert (said is None) is (f"datasets[0].{key}" not in comments(text)), comments(text)
-    assert said is None or said in comments(text)
+    key, found = re.split(r"[:{ ]", entry)[0], comments(text)
+    assert (said is None) is (f"datasets[0].{key}" not in found), found
+    assert said is None or said in found
 
 
 def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monkeypatch):
@@ -205,6 +198,8 @@ def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monk
         (f"{OF_TUNE}.alpaca_cleaned_dataset}}\n", "data.loss_on", "all"),
         (f"{OF_TUNE}.chat_dataset, source: o/d}}\n", "data.loss_on", "assistant"),
         (f"{SWIFT}loss_scale: last_round\n", "data.loss_on", "completion"),
+        (f"{SWIFT}system: Be terse.\n", "data.style.system", "Be terse."),
+        (f"{FACTORY}default_system: Be terse.\n", "data.style.how", "keep"),  # for rows that have none
     ],
 )  # fmt: skip
 def test_each_tools_way_to_say_it_is_taken(text, path, expected):
@@ -240,19 +235,16 @@ def test_a_share_of_each_data_set_is_not_taken_for_its_share_of_the_mix():
     assert "datasets[0].fraction (value 3)" in comments(text)
 
 
-def test_of_a_data_set_that_is_named_twice_what_is_said_of_it_counts():
-    text = f"{AXOLOTL}datasets: [{{path: x.jsonl}}, {{path: x.jsonl, max_samples: 5}}]\n"
-    assert [source.max_rows for source in config_of(text).data.sources] == [5]
-    assert config_of(f"{AXOLOTL}datasets: [{{path: x.jsonl}}, {{path: x.jsonl}}]\n").data.train_path == "x.jsonl"
-
-
 @pytest.mark.parametrize("text", ["", "- a\n", "words\n", 'model: "\\ud800"\n'])
 def test_what_is_no_file_of_settings_is_refused_by_its_name(text):
     with pytest.raises(ConfigError, match=r"^theirs\.yaml:"):
         translated(text)
 
 
-def test_every_file_of_a_data_set_is_taken_and_a_list_of_data_sets_is_no_file():
+def test_every_file_of_a_data_set_is_taken_once_and_a_list_of_data_sets_is_no_file():
+    text = f"{AXOLOTL}datasets: [{{path: x.jsonl}}, {{path: x.jsonl, max_samples: 5}}]\n"
+    assert [source.max_rows for source in config_of(text).data.sources] == [5]
+    assert config_of(f"{AXOLOTL}datasets: [{{path: x.jsonl}}, {{path: x.jsonl}}]\n").data.train_path == "x.jsonl"
     text = f"{AXOLOTL}datasets:\n  - {{path: json, data_files: [a.jsonl, b.jsonl]}}\n"
     assert [source.path for source in config_of(text).data.sources] == ["a.jsonl", "b.jsonl"]
     text = f"{AXOLOTL}datasets:\n  - {{path: json, data_files: {{train: a.jsonl, test: b.jsonl}}}}\n"
@@ -269,22 +261,13 @@ def test_another_split_of_the_hub_is_not_taken_for_the_one_that_is_read():
     assert "load_dataset(…, split=test)" in comments(text)
     assert "data.train_path" not in translated(f"{AXOLOTL}datasets: [{{path: o/d, split: test}}]\n").settings
     assert config_of(f"{AXOLOTL}datasets: [{{path: ./test.jsonl, split: test}}]\n").data.train_path == "./test.jsonl"
-
-
-def test_held_out_rows_of_the_training_split_are_no_validation_file():
-    """`hub:o/d` would read the split validation, which the other tool does not."""
+    # held-out rows of the training split are no validation file: `hub:o/d` would read the split validation
     data = "{_component_: torchtune.datasets.chat_dataset, source: o/d, split: 'train[%s]'}"
     text = f"{TUNE}dataset: {data % ':95%'}\ndataset_val: {data % '95%:'}\n"
     assert config_of(text).data.val_path is None
     assert "dataset_val (value" in comments(text)
     kept = f"{TUNE}dataset_val: {data.replace('train[%s]', 'validation')}\n"
     assert config_of(kept).data.val_path == "hub:o/d"
-
-
-def test_a_system_prompt_is_for_rows_that_have_none():
-    for text in (f"{SWIFT}system: Be terse.\n", f"{FACTORY}default_system: Be terse.\n"):
-        style = config_of(text).data.style
-        assert (style.system, style.how) == ("Be terse.", "keep")
 
 
 @pytest.mark.parametrize(
@@ -321,21 +304,12 @@ _OF_ENTRIES = [
     "message_field_training", "shards", "revision", "trust_remote_code", "data_files", "ds_type", "chat_template",
     "drop_system_message", "weight", "max_samples", "subset", "seed", "split_thinking", "unheard_of",
 ]  # fmt: skip
+_VALUES = st.sampled_from(["train", "main", "test[:5%]", "x", 3, True, ["user"], {"a": "b"}])
 _IN_THE_SOURCE = {"split", "name", "weight", "max_samples", "subset"}
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.dictionaries(
-            st.sampled_from(_OF_ENTRIES),
-            st.sampled_from(["train", "main", "test[:5%]", "x", 3, True, ["user"], {"a": "b"}]),
-            max_size=5,
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
+@given(st.lists(st.dictionaries(st.sampled_from(_OF_ENTRIES), _VALUES, max_size=5), min_size=1, max_size=3))
 def test_what_is_said_of_data_sets_is_taken_or_named(entries):
     """The result loads, and each key is in the settings, in a comment, or has nothing to say."""
     given_entries = [{"path": f"owner/set{at}", **entry} for at, entry in enumerate(entries)]

@@ -25,10 +25,9 @@ from tests.conftest import ROOT, chat, clean_environment, write_rows, write_run
 @pytest.mark.parametrize("page", ["docs/trust.md", "docs/reliability.md"])
 def test_every_test_that_a_page_names_is_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    files = set(re.findall(r"`tests/(test_\w+)\.py`|`(test_\w+)`(?!::)", text))
     named = re.findall(r"`(test_\w+)::(\w+)`", text)
     assert len(named) > 15
-    for file in {one or other for one, other in files}:
+    for file in re.findall(r"`(?:tests/)?(test_\w+)(?:\.py)?`", text):
         assert (ROOT / "tests" / f"{file}.py").is_file(), file
     for file, test in named:
         source = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
@@ -43,8 +42,8 @@ RUNS_CODE = {
 """Where the package runs code or unpickles without a list of names, and why it may."""
 
 
-def calls(tree: ast.AST) -> list[ast.Call]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+def calls(code: str) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
 
 
 def dangerous(call: ast.Call) -> str | None:
@@ -58,27 +57,23 @@ def dangerous(call: ast.Call) -> str | None:
         return name
     if name == "torch.load" and words.get("weights_only") != "True":
         return name
-    if name.endswith(("extractall", "unpack_archive")) or words.get("shell") == "True":
-        return name
-    return None
+    is_dangerous = name.endswith(("extractall", "unpack_archive")) or words.get("shell") == "True"
+    return name if is_dangerous else None
 
 
 def test_nothing_of_the_package_runs_what_it_reads():
+    for code in ("eval(x)", "torch.load(f)", "a.extractall(p)", "run(x, shell=True)", "yaml.load(x, Loader=yaml.L)"):
+        assert dangerous(calls(code)[0]), code
+    for code in ("torch.load(f, weights_only=True)", "model.eval()", "yaml.load(x, Loader=yaml.BaseLoader)"):
+        assert not dangerous(calls(code)[0]), code
     files = sorted((ROOT / "sft_play").rglob("*.py"))
     assert len(files) > 200
     found: dict[str, set[str]] = {}
     for path in files:
-        for call in calls(ast.parse(path.read_text(encoding="utf-8"))):
+        for call in calls(path.read_text(encoding="utf-8")):
             if name := dangerous(call):
                 found.setdefault(str(path.relative_to(ROOT)), set()).add(name)
     assert found == RUNS_CODE
-
-
-def test_the_search_finds_what_it_looks_for():
-    for code in ("eval(x)", "torch.load(f)", "a.extractall(p)", "run(x, shell=True)", "yaml.load(x, Loader=yaml.L)"):
-        assert dangerous(calls(ast.parse(code))[0]), code
-    for code in ("torch.load(f, weights_only=True)", "model.eval()", "yaml.load(x, Loader=yaml.BaseLoader)"):
-        assert not dangerous(calls(ast.parse(code))[0]), code
 
 
 KERNEL = "owner/flash-attn"
@@ -193,19 +188,14 @@ def test_a_repository_with_an_adapter_beside_its_weights_is_trained_itself(tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_every_librarys_record_is_shown_safely(capsys):
+def test_every_librarys_record_is_shown_safely(capsys, monkeypatch):
     set_up_logging("check", stream=sys.stderr)
     library = logging.getLogger("somebody.else")
-    handler = logging.StreamHandler(sys.stderr)  # as transformers has one of its own
-    library.addHandler(handler)
-    try:
-        library.warning("a model of type %s", HOSTILE)
-        library.warning("lines\nand\ttabs stay")
-    finally:
-        library.removeHandler(handler)
+    monkeypatch.setattr(library, "handlers", [logging.StreamHandler(sys.stderr)])  # as transformers has one of its own
+    library.warning("a model of type %s", HOSTILE)
+    library.warning("lines\nand\ttabs stay")
     said = capsys.readouterr().err
-    assert "a model of type \\x1b[31mred\\x07\\x9b2J\\u202e" in said
-    assert "lines\nand\ttabs stay" in said
+    assert all(part in said for part in ("a model of type \\x1b[31mred\\x07\\x9b2J\\u202e", "lines\nand\ttabs stay"))
     assert not CONTROL.search(said)
 
 
@@ -215,9 +205,7 @@ def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path, name):
 
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as package:
         for member in (CONVERTER_FILE, name):
-            facts = tarfile.TarInfo(_VENDOR_PREFIX + member)
-            facts.size = 1
-            package.addfile(facts, io.BytesIO(b"x"))
+            package.addfile(tarfile.TarInfo(_VENDOR_PREFIX + member), io.BytesIO())
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         unpack_converter(tmp_path / "a.tar.gz", tmp_path / "in" / "it")
     assert not list(tmp_path.rglob("out"))
@@ -238,9 +226,9 @@ def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path,
     path.write_text(f"# {SECRETS['HF_TOKEN']}\n{path.read_text()}")
     said = succeed("train", "--config", str(tmp_path / "run.yaml"))
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
-    names = {path.name for path in files}
-    assert {"README.md", "report.html", "manifest.json", "train.log", "metrics.jsonl", "config.yaml"} <= names
-    assert any(name.startswith("events.out") for name in names)
+    names = {path.name.partition(".tfevents")[0] for path in files}
+    needed = {"README.md", "report.html", "manifest.json", "train.log", "metrics.jsonl", "config.yaml", "events.out"}
+    assert needed <= names
     holding = [str(path) for path in files if any(value.encode() in path.read_bytes() for value in SECRETS.values())]
     assert holding == []
     assert not any(value in said for value in SECRETS.values())
@@ -252,13 +240,10 @@ def test_a_traceback_of_ours_hides_tokens_too(tmp_path):
         "import os\ndef broken(words): raise RuntimeError('https://me:hunter2hunter2@host ' + os.environ['HF_TOKEN'])\n"
         "cli.main = broken\nentry.main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=clean_environment(**SECRETS)
-    )
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
+    words, environment = [sys.executable, "-c", code], clean_environment(**SECRETS)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (done.returncode, "Traceback" in done.stderr, SECRETS["HF_TOKEN"] in done.stderr) == (1, True, False)
     assert "RuntimeError: https://***@host ***" in done.stderr
-    assert SECRETS["HF_TOKEN"] not in done.stderr
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "LOCALHOST"])

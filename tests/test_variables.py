@@ -143,13 +143,11 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     ("words", "message"),
     [
         (["train", "CONFG=my.yaml"], "did you mean CONFIG=?"),
-        (["plan", "HARWARE=2xH200"], "did you mean HARDWARE=?"),
         (["train-distributed", "WORLD_SIZE=2"], "did you mean NNODES=?"),
         (["train", "CONFIG="], "CONFIG= is given and empty"),
         (["bench-data"], "make bench-data: that target is called as make -C benchmarks bench-data"),
         (["-C", "benchmarks", "benchdata"], "did you mean make -C benchmarks bench-data?"),
         (["-C", "benchmarks", "bench-data", "MUTANTS=2"], "MUTANTS= is not used by make bench-data; it belongs to"),
-        (["train", "ROW=5"], "ROW= is not used by make train; it belongs to make preview"),
         (["train", "DATA=x"], "it belongs to make eval, make new (the setting: SET='data.train_path=...')"),
         (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),
     ],
@@ -160,8 +158,7 @@ def test_make_refuses_before_anything_runs(words, message, tmp_path):
     python.write_text(f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path / 'ran'))}\n")
     python.chmod(0o755)
     answer = make(*words, f"VENV={tmp_path}")
-    assert answer.returncode == 2
-    assert message in answer.stderr
+    assert (answer.returncode, message in answer.stderr) == (2, True), answer.stderr
     assert answer.stderr.count("***") == (2 if "-C" in words else 1)  # the outer make says that the inner failed
     assert not (tmp_path / "ran").exists()
 
@@ -172,9 +169,8 @@ VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2",
 
 def words_of(flag: str) -> list[str]:
     name = flag.strip("-").upper()
-    is_switch = flag in ("--deepspeed", "--tensorboard") or (
-        name in variables.VARIABLES and variables.VARIABLES[name].kind == "switch"
-    )
+    kind = variables.VARIABLES[name].kind if name in variables.VARIABLES else ""
+    is_switch = kind == "switch" or flag in ("--deepspeed", "--tensorboard")
     return [flag] if is_switch else [flag, VALUES.get(name, "1")]
 
 
@@ -189,9 +185,8 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
             read_request([command_name, *config, *words_of(flag)], {})
             taken += 1
         else:
-            with pytest.raises(
-                ConfigError, match=f"{flag} is not a flag of {command_name}; it belongs to {commands[0]}"
-            ):
+            said = f"{flag} is not a flag of {command_name}; it belongs to {commands[0]}"
+            with pytest.raises(ConfigError, match=said):
                 read_request([command_name, *config, *words_of(flag)], {})
     assert taken
 
@@ -199,8 +194,6 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "--row", "5", "--layouts", "nonsense"], "is not a flag of plan"),
-        (["plan", "--hardwear", "2xH200"], "did you mean --hardware?"),
         (["plan", "--rwo", "5"], "plan has no flag --rwo; did you mean --row?"),
         (["plan", "--frobnicate"], "plan has no flag --frobnicate; sft-play plan --help lists its flags"),
         (["train", "--config", ""], "--config is given and empty"),
@@ -215,10 +208,8 @@ def test_wrong_flags_are_one_message(refuse, words, message):
     assert message in refuse(*words)
 
 
-OWN = (
-    *("data.train_path=mine.jsonl", "data.val_path=mine.jsonl", "data.test_path=x.jsonl", "model.name=me/model"),
-    *("model={name: me/model}", "data={train_path: mine.jsonl}", "task_mode=cpt"),
-)
+OWN = ("data.train_path=mine.jsonl", "data.val_path=mine.jsonl", "data.test_path=x.jsonl", "model.name=me/model",
+       "model={name: me/model}", "data={train_path: mine.jsonl}", "task_mode=cpt")  # fmt: skip
 HARMLESS = ("train.max_steps=2", "output.name=x", "model.max_seq_len=64", "data.val_path=null", "tuning.mode=lora")
 
 
@@ -246,9 +237,9 @@ def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, succeed, monk
     rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(8)))
     config = write_run(tmp_path, tiny_llama, rows, train={"max_steps": 1}, output={"name": "one"})
     for verb in ("launch-command", "train"):
-        printed = succeed(verb, "--config", str(config))
-        assert printed.startswith(f"[{verb}] Base model: {tiny_llama} ({config})\n")
+        said = f"[{verb}] Base model: {tiny_llama} ({config})\n"
+        assert succeed(verb, "--config", str(config)).startswith(said)
     log = (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
     assert f"Base model: {tiny_llama}" in log.splitlines()[0]
-    printed = succeed("launch-command", f"output.dir={tmp_path}")
-    assert printed.startswith("[launch-command] Base model: sft-play/starter-base, the starter's")
+    said = "[launch-command] Base model: sft-play/starter-base, the starter's"
+    assert succeed("launch-command", f"output.dir={tmp_path}").startswith(said)

@@ -13,19 +13,16 @@ from benchmarks.verify.weights import compare_tensors
 pytestmark = pytest.mark.build
 
 
-def test_the_change_of_weights_is_compared_by_its_own_size():
+def test_the_change_of_weights_is_compared_by_its_own_size_and_losses_at_every_step():
     start = {"a": torch.zeros(4), "b": torch.zeros(2)}
     one = {"a": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.zeros(2)}
     # |dw1| = 5; the other is 0.5 away in one place: 0.1
     other = {"a": torch.tensor([3.0, 0.5, 0.0, 4.0]), "b": torch.zeros(2)}
-    assert compare_tensors(start, one, other).largest == pytest.approx(0.1)
-    assert compare_tensors(start, one, other).tensor == "a"
+    found = compare_tensors(start, one, other)
+    assert (found.tensor, found.largest) == ("a", pytest.approx(0.1))
     assert compare_tensors(start, one, one).largest == 0.0
     for far in ({**one, "b": torch.ones(2)}, {"a": one["a"]}, {**one, "a": torch.full((4,), float("nan"))}):
         assert compare_tensors(start, one, far).largest == math.inf
-
-
-def test_losses_are_compared_at_every_step_and_an_empty_table_is_not_good():
     assert _largest_difference([2.0, 4.0], [2.0, 4.2]) == pytest.approx(0.05)
     assert _largest_difference([2.0, 4.0], [2.0]) == math.inf
     assert not LayoutTable().ok
@@ -61,22 +58,19 @@ def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command
     words = ["verify-layouts", "--modes", "lora", "--layouts", "ddp", "--steps", "2", "--out", f"{tmp_path}/v.json"]
     code, printed = command(*words)
     assert code == 1, printed
-    rows = json.loads((tmp_path / "v.json").read_text())
-    assert [(row["layout"], row["ranks"], row["ok"]) for row in rows] == [("ddp", 2, False)]
-    assert rows[0]["max_rel_loss_diff"] > 1e-5
-    assert rows[0]["engine_proof"]["wrapped_class"] == "DistributedDataParallel"
-    assert "DIFFERS" in printed
+    (row,) = json.loads((tmp_path / "v.json").read_text())
+    assert (row["layout"], row["ranks"], row["ok"], "DIFFERS" in printed) == ("ddp", 2, False, True)
+    assert row["max_rel_loss_diff"] > 1e-5
+    assert row["engine_proof"]["wrapped_class"] == "DistributedDataParallel"
 
 
 @pytest.mark.slow
 def test_every_layout_trains_the_same_model(succeed, tmp_path):
     succeed("verify-layouts", "--out", f"{tmp_path}/v.json")
     rows = json.loads((tmp_path / "v.json").read_text())
-    fp32 = [row for row in rows if row["dtype"] in ("fp32", "nf4")]
-    assert all(row["max_rel_loss_diff"] <= 1e-5 for row in fp32)
-    assert {row["layout"] for row in rows} == {
-        "single", "ddp", "fsdp", "fsdp_hybrid", "zero2", "zero3", "zero3_offload"
-    }  # fmt: skip
+    assert all(row["max_rel_loss_diff"] <= 1e-5 for row in rows if row["dtype"] in ("fp32", "nf4"))
+    layouts_of = {"single", "ddp", "fsdp", "fsdp_hybrid", "zero2", "zero3", "zero3_offload"}
+    assert {row["layout"] for row in rows} == layouts_of
     assert {row["mode"] for row in rows} == {"full", "lora", "qlora"}
     for row in rows:
         assert row["engine_proof"]["layout"] == row["layout"]

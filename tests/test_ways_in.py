@@ -4,6 +4,7 @@ The recipes are run on CPU ranks with the text that people type; what decides is
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,27 +51,22 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         return
     assert torchrun.read_rank_info(environment) is None
     found, lines = torchrun.node_variables(environment)
-    assert (found["NODE_RANK"], found["NNODES"]) == (str(rank), str(rank + more))
+    assert (found["NODE_RANK"], found["NNODES"], len(lines)) == (str(rank), str(rank + more), rank + more > 1)
     assert found.keys() == {"NODE_RANK", "NNODES", "EXPORTED"}
-    assert len(lines) == (rank + more > 1)
     for command in ("train", "train-distributed", "train-deepspeed", "launch-command", "resume"):
         options = read_request([command, "--config", "x.yaml"], environment).options
         several = NodeSetup(rank + more, rank, "10.0.0.1", 1234)
-        assert options.nodes == (several if rank + more > 1 else NodeSetup())
-        assert bool(options.notes) == (rank + more > 1)
+        are_several = rank + more > 1
+        assert (options.nodes, bool(options.notes)) == (several if are_several else NodeSetup(), are_several)
 
 
 @pytest.mark.parametrize(
     ("environment", "nodes", "processes"),
     [
-        (
-            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "5", "RANK": "1",
-             "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"},
-            NodeSetup(2, 1, "a", 5), 8,
-        ),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "5", "RANK": "1",
+          "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, NodeSetup(2, 1, "a", 5), 8),
         ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC_PER_NODE": "4"}, NodeSetup(2, 1, "a", 29_500), 4),
         ({"NNODES": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, NodeSetup(), None),
-        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "MASTER_ADDR": "a"}, NodeSetup(), None),
         ({"MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"}, NodeSetup(1, 0, "a", None), None),
         ({"NPROC_PER_NODE": "4", "NPROC": "2"}, NodeSetup(), 2),
     ],
@@ -169,8 +165,7 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
         return
     options = fill_from_accelerate(LaunchOptions(), config)
     several = NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234)
-    assert options.nodes == (several if machines > 1 else NodeSetup())
-    assert options.processes_per_node == each
+    assert (options.nodes, options.processes_per_node) == (several if machines > 1 else NodeSetup(), each)
     typed = fill_from_accelerate(parse_launch_options({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
 
@@ -188,9 +183,9 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
 
 def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
     environment = {**BY_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    accelerate.refuse_too_few_processes({**BY_ACCELERATE})
-    accelerate.refuse_too_few_processes({"MASTER_ADDR": "127.0.0.1"})
-    accelerate.refuse_too_few_processes({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for fine in (BY_ACCELERATE, {"MASTER_ADDR": "127.0.0.1"}, environment | rank):
+        accelerate.refuse_too_few_processes(fine)
     with pytest.raises(ConfigError, match=r"several processes .* and started 1"):
         accelerate.refuse_too_few_processes(environment)
 
@@ -202,11 +197,8 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_VERSION": "1"}, "fsdp", False),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "ddp", False),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "zero3", True),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-             "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
-            "zero2_offload", True,
-        ),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+          "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "zero2_offload", True),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, None, True),
     ],
 )  # fmt: skip
@@ -224,11 +216,11 @@ def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told
     assert accelerate.accelerate_launch_config(environment) is None
 
 
+COUNTS = st.integers(1, 8)
+
+
 @QUICK
-@given(
-    there=st.integers(1, 8), used=st.integers(1, 8), nodes=st.integers(1, 3), file=st.booleans(),
-    named_ones=st.booleans(),
-)  # fmt: skip
+@given(there=COUNTS, used=COUNTS, nodes=st.integers(1, 3), file=st.booleans(), named_ones=st.booleans())
 def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used, nodes, file, named_ones):
     used = min(used, there)
     said: list[str] = []
@@ -241,20 +233,19 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
         assert said == []
         return
     (line,) = said
-    assert line.startswith(f"{there - used} of this node's {there} GPUs stay")
-    assert f"NPROC={there}" in line
+    assert re.match(rf"{there - used} of this node's {there} GPUs stay[^$]*NPROC={there}\b", line)
     assert (f"num_processes: {there * nodes} in acc.yaml" in line) == file
 
 
-@pytest.mark.parametrize(("machine", "nodes"), [("2x8xH100", 2), ("4x8xH100", 4), ("8xH100", 1)])
+@pytest.mark.parametrize(("machine", "nodes"), [("4x8xH100", 4), ("2x8xH100", 2), ("8xH100", 1)])
 def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes):
     said = succeed("plan", "--config", "configs/run_lora.yaml", "--hardware", machine)
     lines = said.strip().splitlines()
     if nodes == 1:
         assert "Launch: make train-distributed" in lines[-1]
         return
-    assert "on node 0: make train-distributed CONFIG=configs/run_lora.yaml" in lines[-2]
-    assert f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500" in lines[-2]
+    asked = f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500"
+    assert re.search(f"on node 0: make train-distributed CONFIG=configs/run_lora.yaml .*{asked}", lines[-2])
     assert lines[-1].endswith(f"on the others: the same with NODE_RANK=1{' to 3' if nodes == 4 else ''}")
 
 
@@ -267,7 +258,7 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(world) -> list[float]:
-    (ended,) = together(world, [run_words(world, "alone")], [{}])
+    (ended,) = together(world, [run_words(world, "alone")])
     assert ended.returncode == 0, ended.stdout
     return losses(world / "outputs" / "alone")
 
@@ -277,7 +268,7 @@ def run_words(world: Path, name: str, program: Sequence[str] = ("scripts/train.p
 
 
 def together(
-    world: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]]
+    world: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]] = ({},)
 ) -> list[subprocess.CompletedProcess[str]]:
     """Start commands at the same time, as from the project's folder, and wait for all; what each printed."""
     kept = clean_environment(DS_ACCELERATOR="cpu")
@@ -298,18 +289,14 @@ def together(
 
 
 def program(name: str) -> str:
-    found = shutil.which(name, path=str(BIN))
-    if found is None:
-        pytest.skip(f"{name} is not beside this Python")
-    return found
+    return shutil.which(name, path=str(BIN)) or pytest.skip(f"{name} is not beside this Python")
 
 
 def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[subprocess.CompletedProcess[str]],
                    proved: str) -> None:  # fmt: skip
     """One run over all ranks, which lost what one process loses."""
     said = "\n---\n".join(one.stdout for one in ended)
-    assert [one.returncode for one in ended] == [0] * len(ended), said
-    assert said.count(f"Engine: {proved}") == 1, said
+    assert ({one.returncode for one in ended}, said.count(f"Engine: {proved}")) == ({0}, 1), said
     assert losses(world / "outputs" / name) == pytest.approx(alone, rel=1e-5)
     assert [path.name for path in (world / "outputs").iterdir() if path.name.startswith(name)] == [name]
 
@@ -317,12 +304,10 @@ def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[s
 @build
 def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, alone, tmp_path):
     """`accelerate config` on both machines, then `make train-distributed`: its file is read without being named."""
-    port = free_port()
-    environs = []
-    for rank in (0, 1):
-        environs.append({"HF_HOME": str(tmp_path / f"home-{rank}")})
-        path = accelerate.default_accelerate_path(environs[-1])
-        accelerate_file(path, num_machines=2, machine_rank=rank, main_process_ip="127.0.0.1", main_process_port=port)
+    at = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
+    environs = [{"HF_HOME": str(tmp_path / f"home-{rank}")} for rank in (0, 1)]
+    for rank, environ in enumerate(environs):
+        accelerate_file(accelerate.default_accelerate_path(environ), machine_rank=rank, **at)
     words = ["make", f"VENV={warm.environment_folder()}", "train-distributed", f"CONFIG={world}/run.yaml"]
     words.append("SET=tuning.mode=lora output.name=own-file")
     ended = together(world, [words, words], environs)
@@ -336,7 +321,7 @@ def test_accelerate_launch_runs_the_layout_of_its_file(world, alone, tmp_path):
             "fsdp_offload_params": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
     file = accelerate_file(tmp_path / "fsdp.yaml", "FSDP", fsdp_config=fsdp, main_process_port=free_port())
     launcher = [program("accelerate"), "launch", "--config_file", str(file), "scripts/train.py"]
-    ended = together(world, [run_words(world, "by-accelerate", launcher)], [{}])
+    ended = together(world, [run_words(world, "by-accelerate", launcher)])
     assert_trained(world, "by-accelerate", alone, ended, "fsdp proved: the model is a FSDP")
 
 
@@ -353,7 +338,7 @@ def test_ranks_without_a_meeting_place_are_on_one_machine():
 @needs_deepspeed
 def test_deepspeeds_launcher_starts_the_ranks_of_a_script(world, alone):
     launcher = [program("deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", "scripts/train.py"]
-    ended = together(world, [run_words(world, "by-deepspeed", launcher)], [{}])
+    ended = together(world, [run_words(world, "by-deepspeed", launcher)])
     assert_trained(world, "by-deepspeed", alone, ended, DDP)
 
 
@@ -361,8 +346,7 @@ def test_deepspeeds_launcher_starts_the_ranks_of_a_script(world, alone):
 def test_a_script_that_launches_is_a_rank_under_another_launcher(world, alone):
     """`torchrun --nproc-per-node 2 scripts/train_distributed.py`: two ranks, not two launches of two."""
     launcher = [program("torchrun"), "--standalone", "--nproc-per-node", "2", "scripts/train_distributed.py"]
-    words = [*run_words(world, "nested", launcher), "--strategy", "ddp"]
-    ended = together(world, [words], [{}])
+    ended = together(world, [[*run_words(world, "nested", launcher), "--strategy", "ddp"]])
     assert_trained(world, "nested", alone, ended, DDP)
 
 

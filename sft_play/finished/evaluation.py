@@ -326,7 +326,8 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    compute = run.plan().precision.compute
+    plan = run.plan()
+    compute = plan.precision.compute
     # it wants transformers' class: the base model, in whose layers the adapter sits
     base_model = model.get_base_model() if is_peft_model(model) else model
     # it ties weights, and transformers would tie embeddings again that training made different, or
@@ -336,7 +337,7 @@ def run_tasks(
         harness = HFLM(
             pretrained=base_model,
             tokenizer=tokenizer,
-            batch_size="auto" if base_model.device.type == "cuda" else run.plan().eval_batch,
+            batch_size="auto" if base_model.device.type == "cuda" else plan.eval_batch,
             mixed_precision_dtype=compute if compute != "float32" else None,
         )
         results = simple_evaluate(

@@ -187,9 +187,8 @@ def summary(found: list[Killed]) -> str:
     rows = ["| layout | runs | kills | differ |", "|---|---|---|---|"]
     for layout in dict.fromkeys(one.layout for one in found):
         of = [one for one in found if one.layout == layout]
-        rows.append(
-            f"| {layout} | {len(of)} | {sum(len(one.moments) for one in of)} | {sum(bool(one.differs) for one in of)} |"
-        )
+        kills, differing = sum(len(one.moments) for one in of), sum(bool(one.differs) for one in of)
+        rows.append(f"| {layout} | {len(of)} | {kills} | {differing} |")
     return "\n".join(rows)
 
 

@@ -68,9 +68,10 @@ def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> li
     the template."""
     from transformers import GenerationConfig
 
+    location = model_location(config)
     try:
         base_stop_ids = GenerationConfig.from_pretrained(
-            model_location(config), revision=config.model.revision
+            location, revision=config.model.revision
         ).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
         base_stop_ids = None

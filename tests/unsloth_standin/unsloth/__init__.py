@@ -33,22 +33,10 @@ class FastLanguageModel:
 
     @staticmethod
     def from_pretrained(
-        model_name="",
-        max_seq_length=2048,
-        dtype=None,
-        load_in_4bit=True,
-        load_in_8bit=False,
-        load_in_16bit=False,
-        full_finetuning=False,
-        token=None,
-        fix_tokenizer=True,
-        trust_remote_code=False,
-        use_gradient_checkpointing="unsloth",
-        revision=None,
-        use_exact_model_name=False,
-        random_state=3407,
-        **options,
-    ):
+        model_name="", max_seq_length=2048, dtype=None, load_in_4bit=True, load_in_8bit=False, load_in_16bit=False,
+        full_finetuning=False, token=None, fix_tokenizer=True, trust_remote_code=False,
+        use_gradient_checkpointing="unsloth", revision=None, use_exact_model_name=False, random_state=3407, **options,
+    ):  # fmt: skip
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -61,29 +49,16 @@ class FastLanguageModel:
             os.kill(os.getpid(), signal.SIGKILL)
         packed = None
         if load_in_4bit:
-            packed = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
-            )
+            nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+            packed = BitsAndBytesConfig(load_in_4bit=True, **nf4)
         model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, quantization_config=packed)
         return model, AutoTokenizer.from_pretrained(model_name)
 
     @staticmethod
     def get_peft_model(
-        model,
-        r=16,
-        target_modules=(),
-        lora_alpha=16,
-        lora_dropout=0.0,
-        bias="none",
-        use_gradient_checkpointing="unsloth",
-        random_state=3407,
-        max_seq_length=2048,
-        use_rslora=False,
-        **options,
-    ):
+        model, r=16, target_modules=(), lora_alpha=16, lora_dropout=0.0, bias="none",
+        use_gradient_checkpointing="unsloth", random_state=3407, max_seq_length=2048, use_rslora=False, **options,
+    ):  # fmt: skip
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
         from transformers import set_seed
 
@@ -96,18 +71,11 @@ class FastLanguageModel:
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         set_seed(random_state)
-        made = get_peft_model(
-            model,
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=r,
-                lora_alpha=lora_alpha,
-                lora_dropout=lora_dropout,
-                bias=bias,
-                target_modules=list(target_modules),
-                use_rslora=use_rslora,
-            ),
-        )
+        lora = LoraConfig(
+            task_type="CAUSAL_LM", r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias,
+            target_modules=list(target_modules), use_rslora=use_rslora,
+        )  # fmt: skip
+        made = get_peft_model(model, lora)
         made.register_forward_pre_hook(_note_batch, with_kwargs=True)
         return made
 
