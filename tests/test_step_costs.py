@@ -68,9 +68,9 @@ def test_an_evaluation_of_any_part_ends_with_the_next_pass():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)))
     model[1][0].eval()  # as transformers loads a model: its root is another's part, and trains
     frozen = model[0].weight.requires_grad_(False)
-    with _replaced_module_walks(model) as trained:
+    trained = nn.ParameterList(one for one in model.parameters() if one is not frozen)
+    with _replaced_module_walks(model, trained):
         assert all(module.training for module in model.modules())
-        assert [*map(id, trained)] == [id(one) for one in model.parameters() if one is not frozen]
         model[1].eval()  # the root of this part is told nothing
         assert model.train() is model
         assert all(module.training for module in model.modules())
@@ -141,6 +141,22 @@ def test_the_checks_of_the_first_steps_ask_the_device_and_the_ranks_once_whateve
         assert update_check.facts.moved_share == 1.0
     assert counts[2] == counts[40]
     assert counts[40][1:] == (2, 2)  # the sizes of the gradients, and what has moved in all three steps
+
+
+def test_whole_weights_that_an_evaluation_leaves_in_a_sharded_model_change_no_count():
+    shards, whole = adapters(2), adapters(5)
+    trainer = fake_trainer(shards)
+    check = UpdateCheck(trainer, "float32")
+    for step in range(4):
+        trainer.model = trainer.model_wrapped = whole if step == 2 else shards
+        check.on_step_begin()
+        trainer.model = trainer.model_wrapped = shards
+        for parameter in shards.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        check.on_pre_optimizer_step()
+        trainer.optimizer.step()
+        check.on_step_end()
+    assert check.facts.moved_share == 1.0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DDPCommunicationHookType
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -177,6 +178,16 @@ def fp32_partitions(engine: Any) -> list[torch.Tensor]:
         f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under unknown names; the"
         " engine cannot be checked, and nothing was trained"
     )
+
+
+def trained_parameters(trainer: Any) -> list[nn.Parameter]:
+    """The parameters that train: the optimizer's own, since a model under FSDP has whole ones in
+    their place from an evaluation to the next pass; under DeepSpeed, whose optimizer has none of
+    them, the model's."""
+    if is_deepspeed(trainer.model_wrapped):
+        return [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    groups = unwrap_optimizer(trainer.optimizer).param_groups
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def release_engine(trainer: Any) -> None:

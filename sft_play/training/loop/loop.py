@@ -21,7 +21,7 @@ from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.batching import MicroBatches
 from sft_play.planner.plan import Plan
-from sft_play.training import distributed
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import last_checkpoint
 from sft_play.training.class_checks.replaced_code import ActiveKernels
 from sft_play.training.loop.callbacks import RowsAndSeeds
@@ -245,7 +245,8 @@ class PlannedLoop(EvaluatedLoop):
         if has_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        with _replaced_module_walks(model) as self._trained_parameters:
+        self._trained_parameters = nn.ParameterList(engines.trained_parameters(self))
+        with _replaced_module_walks(model, self._trained_parameters):
             super()._run_epoch(model, *args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -337,15 +338,12 @@ class PlannedLoop(EvaluatedLoop):
 
 
 @contextlib.contextmanager
-def _replaced_module_walks(model: nn.Module) -> Iterator[nn.ParameterList]:
-    """Yield the parameters that train; while open, the model's `train` and `zero_grad` go through
-    lists that are made once. The Trainer calls the one in every micro-step and the other in every
-    step, and torch's own visit each module: 8 and 4 ms where there are 3,000."""
+def _replaced_module_walks(model: nn.Module, trained: nn.ParameterList) -> Iterator[None]:
+    """While open, a model's `train` and `zero_grad` go through lists that are made once: all
+    modules, and the parameters that train. The Trainer calls the one in every micro-step and the
+    other in every step, and torch's own visit each module: 8 and 4 ms where there are 3,000."""
     model.train()
     modules = [*model.modules()]
-    trained = nn.ParameterList(
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    )
 
     def train(mode: bool = True) -> nn.Module:
         # an evaluation, or a library, may have left any of them in the other mode
@@ -355,6 +353,6 @@ def _replaced_module_walks(model: nn.Module) -> Iterator[nn.ParameterList]:
 
     model.train, model.zero_grad = train, trained.zero_grad
     try:
-        yield trained
+        yield
     finally:
         del model.train, model.zero_grad

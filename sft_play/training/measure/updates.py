@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback
 
 from sft_play.planner.precision import WeightUpdates
@@ -99,7 +98,7 @@ class UpdateCheck(TrainerCallback):
                     engines.local_shard(
                         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     )
-                    for parameter in _trainable_parameters(self._trainer)
+                    for parameter in engines.trained_parameters(self._trainer)
                 ]
             )
             # loss scaling skips a step whose gradients are not finite: none of it counts
@@ -141,17 +140,13 @@ def _sample_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([flat[:: max(1, -(-flat.numel() // 4096))] for flat in flat_tensors])
 
 
-def _trainable_parameters(trainer: Any) -> list[nn.Parameter]:
-    return [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-
-
 def stepped_tensors(trainer: Any) -> list[torch.Tensor]:
     """The tensors that this rank's optimizer updates: trained weights, their shards, or DeepSpeed's
     fp32 copies."""
     wrapped = trainer.model_wrapped
     if engines.is_deepspeed(wrapped):
         return engines.fp32_partitions(wrapped)
-    return [engines.local_shard(parameter) for parameter in _trainable_parameters(trainer)]
+    return [engines.local_shard(parameter) for parameter in engines.trained_parameters(trainer)]
 
 
 def training_dtypes(trainer: Any) -> dict[str, Any]:
