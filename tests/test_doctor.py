@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import doctor, machine_checks
 from sft_play.diagnose.machine_checks import KNOWN_BAD_PAIRS, DiskSpace, SystemFacts, find_known_bad, matches_conditions
 from sft_play.errors import ConfigError
+from sft_play.launch import nodes
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
@@ -345,7 +347,8 @@ def met(*places: SystemFacts, count: int | None = None, limit_s: float = 15.0) -
     def meet(rank: int) -> Finding:
         return doctor.check_node_meeting(places[rank], NodeSetup(size, rank, "127.0.0.1", port), {}, limit_s=limit_s)[1]
 
-    with ThreadPoolExecutor(len(places)) as pool:
+    # a refused node waits until node 0 has gone, and here all are one process
+    with mock.patch.object(nodes, "_LEAVE_TIMEOUT_S", 1.0), ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(meet, range(len(places))))
 
 

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
+from sft_play.launch import nodes
 from sft_play.launch.nodes import card_differences, meet_nodes, node_card
 from sft_play.launch.request import choose_interface, parse_launch_options
 from sft_play.launch.torchrun import RankInfo
@@ -233,7 +235,8 @@ def together(*calls: Callable[[], dict[str, str]]) -> list[dict[str, str] | SftP
         except SftPlayError as error:
             return error
 
-    with ThreadPoolExecutor(len(calls)) as threads:
+    # a refused node waits until node 0 has gone, and here all are one process
+    with mock.patch.object(nodes, "_LEAVE_TIMEOUT_S", 1.0), ThreadPoolExecutor(len(calls)) as threads:
         return list(threads.map(answer, calls, timeout=60))
 
 
@@ -260,8 +263,8 @@ def test_three_nodes_meet_and_each_has_all_cards(card, caplog):
 ])  # fmt: skip
 def test_nodes_that_count_differently_are_told_on_all(card, setups, message):
     port = free_port()
-    nodes = [NodeSetup(*setup, "127.0.0.1", port) for setup in setups]
-    for answer in together(*(functools.partial(meet_nodes, one, card, timeout_s=30) for one in nodes)):
+    places = [NodeSetup(*setup, "127.0.0.1", port) for setup in setups]
+    for answer in together(*(functools.partial(meet_nodes, one, card, timeout_s=30) for one in places)):
         assert isinstance(answer, ConfigError)
         assert message in str(answer)
 
