@@ -149,8 +149,6 @@ def test_what_a_machine_loads_into_every_python_is_not_counted_as_the_templates_
     sandbox._end_process()
     try:
         assert template("{{ messages[0].content * 2000000 }}").render(CHAT) == "hello there" * 2000000
-        with pytest.raises(EndlessTemplateError, match="more than 2 GiB of memory"):
-            template(ENDLESS["a text that doubles"]).render(CHAT)
     finally:
         sandbox._end_process()
 

@@ -180,7 +180,7 @@ def fp32_partitions(engine: Any) -> list[torch.Tensor]:
     )
 
 
-def trained_parameters(trainer: Any) -> list[nn.Parameter]:
+def stepped_parameters(trainer: Any) -> list[nn.Parameter]:
     """The parameters that train: the optimizer's own, since a model under FSDP has whole ones in
     their place from an evaluation to the next pass; under DeepSpeed, whose optimizer has none of
     them, the model's."""

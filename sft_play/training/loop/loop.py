@@ -245,8 +245,8 @@ class PlannedLoop(EvaluatedLoop):
         if has_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        self._trained_parameters = nn.ParameterList(engines.trained_parameters(self))
-        with _replaced_module_walks(model, self._trained_parameters):
+        self._stepped_parameters = nn.ParameterList(engines.stepped_parameters(self))
+        with _replaced_module_walks(model, self._stepped_parameters):
             super()._run_epoch(model, *args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -315,7 +315,7 @@ class PlannedLoop(EvaluatedLoop):
     # What has the parameters whose gradients are clipped: of a model that accelerate shards the
     # model itself, since accelerate compares them with its own.
     def _with_gradients(self, model: Any) -> Any:
-        return model if self.is_fsdp_enabled else self._trained_parameters
+        return model if self.is_fsdp_enabled else self._stepped_parameters
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what the monitor measured since the last log beside the loss."""

@@ -98,7 +98,7 @@ class UpdateCheck(TrainerCallback):
                     engines.local_shard(
                         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     )
-                    for parameter in engines.trained_parameters(self._trainer)
+                    for parameter in engines.stepped_parameters(self._trainer)
                 ]
             )
             # loss scaling skips a step whose gradients are not finite: none of it counts
@@ -146,7 +146,7 @@ def stepped_tensors(trainer: Any) -> list[torch.Tensor]:
     wrapped = trainer.model_wrapped
     if engines.is_deepspeed(wrapped):
         return engines.fp32_partitions(wrapped)
-    return [engines.local_shard(parameter) for parameter in engines.trained_parameters(trainer)]
+    return [engines.local_shard(parameter) for parameter in engines.stepped_parameters(trainer)]
 
 
 def training_dtypes(trainer: Any) -> dict[str, Any]:
