@@ -112,12 +112,8 @@ def compare_setting(
     from sft_play.trace.confirm import cached_trace
 
     closed = predict_memory(setting, model)
-    row = {
-        "closed_allocated": closed.allocated,
-        "closed_reserved": closed.reserved,
-        "moment": closed.moment,
-        "moments": closed.moments,
-    }
+    row: dict[str, Any] = {"closed_allocated": closed.allocated, "closed_reserved": closed.reserved}
+    row |= {"moment": closed.moment, "moments": closed.moments}
     if earlier is not None:
         return row | {name: earlier[name] for name in ("traced_allocated", "traced_reserved", "phases")}
     peak = cached_trace(trace_settings(setting, model))

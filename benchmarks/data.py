@@ -1,10 +1,7 @@
-"""Data preparation beside TRL's own: rows a second and memory, on the same rows, with the same tokenizer.
+"""Data preparation beside TRL's own: rows a second and memory, on the same rows (benchmarks/README.md, Data).
 
     make -C benchmarks bench-data OUT=data.json ROWS=10000,1000000
-    # with TRL_ROWS=1000000 TRL prepares all of them too (most of an hour)
 
-Real rows (GSM8K's where the shared material is there, else the starter's) are repeated with changes into a file of
-conversations; each tool prepares them in a process of its own that may use two cores (benchmarks/README.md, Data).
 `prepare_s` are the seconds of the preparation alone, `total_s` those from the start of the process with its imports;
 `peak_private_bytes` leaves out of `peak_rss_bytes` what processes share. Ratios compare the quickest run of each tool.
 """
@@ -29,6 +26,8 @@ from typing import Any
 import psutil
 
 from benchmarks.report_header import report_header
+from benchmarks.starter_corpus import starter_rows
+from benchmarks.steps.material import chat, write_rows
 from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
 
@@ -69,12 +68,8 @@ def real_rows() -> tuple[str, list[Messages]]:
     path = SHARED / "sft" / "gsm8k" / "train.jsonl"
     if path.is_file():
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return "GSM8K", [
-            [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-            for row in rows
-        ]
-    path = ROOT / "sft_play" / "starter" / "data" / "train.jsonl"
-    return "the starter's data", [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+        return "GSM8K", [chat(row["question"], row["answer"])["messages"] for row in rows]
+    return "the starter's data", [row["messages"] for row in starter_rows()["train"]]
 
 
 def changed_rows(rows: Sequence[Messages], count: int) -> Iterator[Messages]:
@@ -89,14 +84,8 @@ def changed_rows(rows: Sequence[Messages], count: int) -> Iterator[Messages]:
         yield changed
 
 
-def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
-    """One JSON object a line: `messages`, or `prompt` and `completion` (lists of messages)."""
-    with path.open("w", encoding="utf-8") as file:
-        for messages in rows:
-            row = {"messages": messages}
-            if form == "prompt_completion":
-                row = {"prompt": messages[:-1], "completion": messages[-1:]}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def in_form(messages: Messages, form: str) -> dict[str, Messages]:
+    return {"messages": messages} if form == "messages" else {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
 def run_stage(job: Job) -> None:
@@ -310,7 +299,7 @@ def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rou
 def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> Iterator[Run]:
     file = scratch / f"{job.rows}.{job.form}.jsonl"
     if not file.is_file():
-        write_rows(file, changed_rows(rows, job.rows), job.form)
+        write_rows(file, (in_form(messages, job.form) for messages in changed_rows(rows, job.rows)))
     with tempfile.TemporaryDirectory(dir=scratch) as cache:
         job = replace(job, file=str(file), cache=cache)
         again = [replace(job, tool="ours_again")] if job.tool == "ours" else []

@@ -14,6 +14,13 @@ from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConf
 from sft_play.models.families import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
 from sft_play.variables import MAINTENANCE_TARGETS, VARIABLES
 
+REFERENCE, SCHEMA = Path("configs/reference.yaml"), Path("configs/run.schema.json")
+_HEADER = """\
+# Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
+# `make -C benchmarks generate`; a test keeps it current. Only model.name has no default. It is a valid run YAML itself.
+# yaml-language-server: $schema=run.schema.json
+"""
+
 
 def defaults_text(table: dict[str, ClassDefaults]) -> str:
     """`class_defaults.json` of such a table: a line for each model type."""
@@ -65,16 +72,6 @@ def with_variables(makefile: str, *, maintaining: bool) -> str:
         lines += f"#: {name + '=' + variable.example:<24} {takers}{variable.help}\n"
     heading = r"(?<=^##@ Variables \(from the command line or the environment\)\n)"
     return re.sub(rf"(?m){heading}(#: .*\n)*", lambda _: lines, makefile, count=1)
-
-
-REFERENCE = Path("configs/reference.yaml")
-SCHEMA = Path("configs/run.schema.json")
-
-_HEADER = """\
-# Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
-# `make -C benchmarks generate`; a test keeps it current. Only model.name has no default. It is a valid run YAML itself.
-# yaml-language-server: $schema=run.schema.json
-"""
 
 
 def reference_yaml() -> str:

@@ -94,7 +94,7 @@ def stock_operators_of_layer(folder: Path) -> float:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    counts = []
+    counts: list[int] = []
     for layers in COUNTED_LAYERS:
         model = AutoModelForCausalLM.from_pretrained(config_of(folder, layers).parent / "model")
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()

@@ -2,10 +2,8 @@
 
     python -m benchmarks.loading --out loading.json
 
-Each row is a run under FSDP2 over CPU ranks, ended once it has loaded, of a model whose weights outweigh everything
-else: about 0.15 billion parameters stored in bf16 (`stored`: in another dtype; `experts`: a mixture of experts, whose
-tensors are stacked when they are read). A rank's own memory is counted from before the weights are read until they are
-divided; pages of files are left out. `files` are the bytes of the weights as they are stored.
+Each row is a run of 0.15 billion parameters under FSDP2, ended once it has loaded. A rank's own memory is counted
+from before the weights are read until they are divided; pages of files are left out. `files`: bytes of stored weights.
 """
 
 import argparse
@@ -90,7 +88,9 @@ LOADING_SETTINGS = (
 )
 
 
-def make_run(folder: Path, setting: LoadingSetting) -> Path:
+def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
+    """What each rank of one run took to load, beside the plan; the run ends then. And the bytes of the stored weights.
+    Raises RuntimeError."""
     path = make_small_run(folder)
     config: dict[str, Any] = {
         "model_type": "qwen2", "vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096,
@@ -102,13 +102,6 @@ def make_run(folder: Path, setting: LoadingSetting) -> Path:
         config |= {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
     shutil.rmtree(folder / "model")
     write_random_model(folder / "model", config, dtype=setting.stored)
-    return path
-
-
-def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
-    """What each rank of one run took to load, beside the plan; the run ends then. And the bytes of the stored weights.
-    Raises RuntimeError."""
-    path = make_run(folder, setting)
     words = [
         "train.max_steps=1", "train.bf16=true", "model.max_seq_len=128", "train.batch_size=1", "train.grad_accum=1",
         f"train.effective_batch_size={setting.ranks}", "data.val_fraction=0.0", "eval.steps=0", "plan.trace=false",
@@ -124,9 +117,8 @@ def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{setting.name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
-    loading = json.loads((folder / "ranks" / "0.json").read_text(encoding="utf-8"))
     files = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
-    return {**loading, "files": files}
+    return {**json.loads((folder / "ranks" / "0.json").read_text(encoding="utf-8")), "files": files}
 
 
 def main() -> None:

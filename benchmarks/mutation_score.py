@@ -2,10 +2,8 @@
 
     make -C benchmarks mutation-score MUTANTS=200 SEED=0 OUT=mutation_score.json
 
-A mutant is the package with one decision changed. It is killed when a test fails, or no longer ends. Its tests are
-those of its package that execute its lines (subprocesses are not watched). Slow tests are left out, and so are files
-that fail without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Works on copies of the
-tracked files. Libraries such as mutmut and cosmic-ray run the whole suite for each mutant, or change messages too.
+A mutant is killed when a test fails, or no longer ends (docs/testing.md). Slow tests are left out, as are files that
+fail without a mutant, which are named. mutmut and cosmic-ray run the whole suite for each mutant, or change messages.
 """
 
 import ast
@@ -35,18 +33,10 @@ PACKAGE = "sft_play"
 SECONDS_MORE = 60.0
 """What a mutant's tests may take beyond five times what they take without it."""
 
-OTHER_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-}
+OTHER_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {ast.Lt: (ast.LtE, ast.GtE)}
+OTHER_COMPARISON |= {ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt)}
+OTHER_COMPARISON |= {ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,)}
+OTHER_COMPARISON |= {ast.In: (ast.NotIn,), ast.NotIn: (ast.In,)}
 """The boundary and the opposite of each comparison."""
 OTHER_OPERATOR = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Mod: ast.FloorDiv}
 OTHER_OPERATOR |= {ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
@@ -359,9 +349,8 @@ def judge_mutants(mutants: Sequence[Mutant], workers: int) -> Iterator[MutantVer
         waiting = [pool.submit(_judge, job) for job in jobs]
         for count, judged in enumerate(as_completed(waiting), 1):
             verdict = judged.result()
-            sys.stderr.write(
-                f"[{count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {verdict.mutant}\n"
-            )
+            result = f"{verdict.verdict} in {verdict.seconds:.0f} s: {verdict.mutant}"
+            sys.stderr.write(f"[{count}/{len(mutants)}] {result}\n")
             yield verdict
 
 
@@ -373,11 +362,9 @@ def all_mutants() -> list[Mutant]:
 
 
 def _is_code(mutant: Mutant) -> bool:
-    try:
-        ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
-    except SyntaxError:
-        return False
-    return True
+    with contextlib.suppress(SyntaxError):
+        return bool(ast.parse(mutant.apply((ROOT / mutant.path).read_bytes())))
+    return False
 
 
 def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:

@@ -3,10 +3,8 @@
     make -C benchmarks benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; continues where it stopped
     make -C benchmarks benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape, to see that it runs
 
-Every row is a run of six steps of full rows, started as a user starts it, of random weights of a published shape:
-what its plan predicted and what its summary measured are written. Nothing is downloaded. `auto` rows take the
-micro-batch that the plan chooses, and must not run out of memory; rows with twice that size, where the plan said that
-it does not fit, show whether the plan was too shy.
+Every row is a run of random weights, started as a user starts it. `auto` rows take the plan's micro-batch, and must not
+run out of memory; rows with twice that size, which does not fit by the plan, show whether the plan was too shy.
 """
 
 import itertools
@@ -19,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_selftest.trials import TrialBench, measured_figures, predicted_figures, run_module
+from benchmarks.gpu_selftest.trials import TrialBench, measured_figures, predicted_figures, train_in_process
 from benchmarks.random_model import ensure_published_shape
 from benchmarks.report_header import report_header
 from benchmarks.steps.material import write_chats, write_config
@@ -81,8 +79,7 @@ def run_row(row: Row, micro_batch: int, bench: TrialBench) -> dict[str, Any]:
         train={"max_steps": STEPS, "logging_steps": 1, "gradient_checkpointing": row.checkpointing, **batch},
         output={"dir": str(bench.folder / "outputs"), "name": "run"},
     )
-    arguments = ["sft_play", "train", "--config", str(config)]
-    result = run_module(arguments, bench.logs / "train.log", bench, limit_s=ROW_TIMEOUT_S)
+    result = train_in_process(config, bench, "train", limit_s=ROW_TIMEOUT_S)
     answer: dict[str, Any] = {}
     if (bench.run_folder / "plan.json").is_file():
         answer["predicted"] = predicted_figures(bench.run_folder)

@@ -1,10 +1,8 @@
 """Published speeds of runs whose settings are published too, what the plan says of them, and its error by class.
 
-`published_speeds.csv` has a row a run: address, date, settings, tokens per second and GPU. `split` says whether a
-constant of the throughput model was fitted to it (`fitted`) or not (`held out`); errors are those of the rows held
-out. `kernels` is `plain` (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's
-LoRA, Transformer Engine): the plan knows the first two, and takes fused ones for plain. `checkpointing`: all layers,
-none, or the share of them. `make -C benchmarks benchmark-speed` prints it.
+`published_speeds.csv` has a row a run (README.md, Speeds); errors are those of the rows held out. `kernels`: `plain`
+(PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's LoRA, Transformer Engine),
+which the plan takes for plain. `checkpointing`: all layers, none, or the share of them.
 """
 
 import csv
@@ -23,7 +21,7 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed import Speed, SpeedError, find_rates, find_speed_error, predict_speed
+from sft_play.planner.speed import SpeedError, find_rates, find_speed_error, predict_speed
 from sft_play.runs.files import read_json
 from sft_play.trace.confirm import load_planned_shape
 
@@ -68,12 +66,6 @@ def row_step(row: Mapping[str, str]) -> Step:
     return Step(micro, accum, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
 
 
-def predict_row_speed(row: Mapping[str, str]) -> Speed:
-    rates = find_rates(named_hardware(row["machine"]), PRECISION)
-    config = speed_config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
-    return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
-
-
 def predict_error(row: Mapping[str, str]) -> SpeedError:
     return find_speed_error(shape(row["model"]), PRECISION, named_hardware(row["machine"]), row_step(row))
 
@@ -81,7 +73,10 @@ def predict_error(row: Mapping[str, str]) -> SpeedError:
 def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     """Predicted and published tokens per second and GPU of a row, and their quotient."""
     machine, published = named_hardware(row["machine"]), float(row["tokens_per_s_gpu"])
-    predicted = predict_row_speed(row).tokens_per_s / len(machine.gpus)
+    config = speed_config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
+    rates = find_rates(machine, PRECISION)
+    speed = predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
+    predicted = speed.tokens_per_s / len(machine.gpus)
     return {
         **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")},
         "gpus": len(machine.gpus),

@@ -1,15 +1,9 @@
-"""Every class of the installed transformers, as a tiny model with random weights: planned, traced, trained, resumed,
-merged, and loaded again by plain transformers and PEFT.
+"""Every class of the installed transformers, tiny: planned, traced, trained, resumed, merged, loaded (docs/models.md).
 
     python -m benchmarks.registry [--kinds llama,gpt_oss] [--out registry.json]
 
-`docs/models.md` is made of the file by `python -m benchmarks.registry --kinds= `.
-
-Of causal language models, and of image-text classes, whose whole class is the base: where the plan knows its blocks
-from, how far estimate and trace of a step differ, and for each mode a run without a break beside one that was
-interrupted and resumed, bit by bit; a merged model has to answer as base and adapter do. What is in the file already,
-of the same versions, is not done again unless `--kinds` names it; a class that ended the process stays in the file as
-such. On two cores about a quarter of a minute a class.
+`--kinds= ` only makes docs/models.md of the file. What is in it already, of the same versions, is not done again unless
+`--kinds` names it; a class that ended the process stays in it as such. On two cores a quarter of a minute a class.
 """
 
 import argparse
@@ -36,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from benchmarks.report_header import report_header
+from benchmarks.steps.material import chat, write_rows
 from benchmarks.verify.weights import read_tensors
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
@@ -60,6 +55,18 @@ MODES = ("lora", "qlora", "full")
 MAX_PARAMETERS = 150_000_000
 """Parameters of a model that is still tried where its class refuses small sizes."""
 VOCABULARY = 512
+WIDTH_FACTOR = 8
+"""How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
+tables then, as they do in models of a usual size."""
+MAX_LOGIT_GAP = 1e-3
+"""Of the logits' spread: more is no rounding in fp32."""
+_BESIDE = {
+    "hidden_size": 64, "embed_dim": 64, "d_model": 64, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 4,
+    "text_hidden_size": 64, "projector_hidden_size": 64, "adapter_in_dim": 64, "adapter_out_dim": 64,
+    "adapter_input_size": 64, "encoder_hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "encoder_attention_heads": 4, "head_dim": 16,
+}  # fmt: skip
+"""Sizes of parts for images and sound."""
 REQUIRED_FIELDS: dict[str, dict[str, Any]] = read_json(Path(__file__).with_name("registry_fields.json"))
 """Fields for which a config class has no default, or none that works: sizes, or values as published."""
 BF16 = Precision("bfloat16", "bfloat16", "")
@@ -104,15 +111,6 @@ def small_base(kind: str) -> Any:
     raise CannotBuild("; ".join(problems))
 
 
-_BESIDE = {
-    "hidden_size": 64, "embed_dim": 64, "d_model": 64, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 4,
-    "text_hidden_size": 64, "projector_hidden_size": 64, "adapter_in_dim": 64, "adapter_out_dim": 64,
-    "adapter_input_size": 64, "encoder_hidden_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "encoder_attention_heads": 4, "head_dim": 16,
-}  # fmt: skip
-"""Sizes of parts for images and sound."""
-
-
 def _small(whole: Any, narrow: str) -> Any:
     """The config with few blocks; `narrow`: those of all parts, of the language model, or none."""
     text = whole.get_text_config()
@@ -144,11 +142,6 @@ def _shorten(whole: Any, text: Any, widths: Mapping[str, int]) -> None:
                 setattr(part, size, value)
         for name in lists:
             setattr(part, name, getattr(part, name)[:1])
-
-
-WIDTH_FACTOR = 8
-"""How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
-tables then, as they do in models of a usual size."""
 
 
 def wide_config(kind: str) -> dict[str, Any]:
@@ -299,13 +292,6 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
     return gaps
 
 
-MAX_LOGIT_GAP = 1e-3
-"""Of the logits' spread: more is no rounding in fp32."""
-
-
-PAGE_TEMPLATE = Path(__file__).with_name("registry_page.md")
-
-
 def format_page(book: Mapping[str, Any]) -> str:
     notes: dict[str, int] = {}
 
@@ -326,7 +312,7 @@ def format_page(book: Mapping[str, Any]) -> str:
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
     counts |= {"seen": len(rows), "all": book["all"]}
-    page = PAGE_TEMPLATE.read_text(encoding="utf-8")
+    page = Path(__file__).with_name("registry_page.md").read_text(encoding="utf-8")
     texts = {"date": book["date"][:10], "rows": "\n".join(rows), "notes": "\n".join(lines)}
     return page.format(**book["versions"], **counts, **texts)
 
@@ -339,8 +325,8 @@ def _reason_text(reason: str) -> str:
 def walk_class(kind: str, folder: Path) -> dict[str, Any]:
     from tests.models import make_tokenizer
 
-    row: dict[str, Any] = {}
-    _write_rows(folder / "rows.jsonl")
+    sums = (chat(f"what is {n} + {n}? hello there", f"it is {2 * n}. yes, the light is on") for n in range(16))
+    write_rows(folder / "rows.jsonl", sums)
     try:
         require_causal_lm_config({"model_type": kind}, name="m")
         model = small_base(kind)
@@ -352,9 +338,9 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
         return {"not_built": _error_line(error)}
     try:
         try:
-            row |= agreement(wide_config(kind))
+            row = agreement(wide_config(kind))
         except Exception:  # a class that takes no other sizes, or is refused: the small one too then
-            row |= agreement(json.loads(json.dumps(model.config.to_dict(), default=str)))
+            row = agreement(json.loads(json.dumps(model.config.to_dict(), default=str)))
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # a class that does not take its own config again
@@ -365,17 +351,13 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
         except CommandFailed as error:
             row[mode] = _reason_text(str(error))
         except Exception as error:  # transformers or PEFT, with what was written
-            row[mode] = f"reload: {_base_failure(kind, folder / 'base')}{type(error).__name__}: {_error_line(error)}"
+            whose = ""
+            try:
+                _logits(_load_plain(kind, folder / "base"))
+            except Exception:  # each class in its own way
+                whose = "the base itself fails in plain transformers: "
+            row[mode] = f"reload: {whose}{type(error).__name__}: {_error_line(error)}"
     return row
-
-
-def _base_failure(kind: str, base: Path) -> str:
-    """Where the base alone does not run in plain transformers either: what says so."""
-    try:
-        _logits(_load_plain(kind, base))
-    except Exception:  # each class in its own way
-        return "the base itself fails in plain transformers: "
-    return ""
 
 
 def _error_line(error: Exception) -> str:
@@ -403,15 +385,6 @@ def main() -> None:
         write_json(options.out, {**book, "classes": dict(sorted(rows.items()))})
     if options.out == REGISTRY_FILE:
         (ROOT / "docs" / "models.md").write_text(format_page(read_json(options.out)), encoding="utf-8")
-
-
-def _write_rows(path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "user", "content": f"what is {number} + {number}? hello there"},
-                      {"role": "assistant", "content": f"it is {2 * number}. yes, the light is on"}]}
-        for number in range(16)
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

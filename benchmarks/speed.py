@@ -1,10 +1,9 @@
 """The roofline against published speeds of fine-tuning runs, in a table and a JSON file.
 
     make -C benchmarks benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
-    make -C benchmarks benchmark-speed    # without them: published_speeds.py, scaling.py, long_rows.py
 
-Rows with a speed, tokens per micro-batch and a model whose shape is known are predicted for their GPU and layout.
-Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.
+Beside published_speeds.py, scaling.py and long_rows.py, the rows of PEAKS that say enough, as ratios to be looked at by
+source: published scripts differ in kernels, versions and data.
 """
 
 import csv
@@ -23,6 +22,7 @@ from benchmarks.scaling import SCALING_POINTS, compare_scaling
 from sft_play.errors import SftPlayError
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS
+from sft_play.planner.kernels import AttentionName
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -47,15 +47,8 @@ def predicted(row: dict[str, str]) -> float | None:
     precision = Precision(half, half, "")  # type: ignore[arg-type]
     layout = SINGLE if count == 1 else Layout("fsdp", count, count)
     layers = None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0
-    step = Step(
-        micro,
-        1,
-        length,
-        layout=layout,
-        checkpointed_layers=layers,
-        casts_inputs=True,
-        attention="eager" if row["attention"] == "eager" else "sdpa",
-    )
+    attention: AttentionName = "eager" if row["attention"] == "eager" else "sdpa"
+    step = Step(micro, 1, length, layout=layout, checkpointed_layers=layers, casts_inputs=True, attention=attention)
     return predict_speed(config, shape, precision, step, find_rates(hardware, precision)).tokens_per_s / count
 
 
@@ -67,13 +60,9 @@ def score(path: Path) -> dict[str, Any]:
             speed = predicted(row) if row["tokens_per_s"] else None
             if speed is not None:
                 measured = float(row["tokens_per_s"])
-                source = row["id"].split("/")[0]
-                runs[row["id"]] = {
-                    "group": f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}",
-                    "predicted": round(speed, 1),
-                    "published": measured,
-                    "ratio": speed / measured,
-                }
+                group = f"{row['id'].split('/')[0]} {row['gpu']} {row['n_gpus']} {row['mode']}"
+                run = {"group": group, "predicted": round(speed, 1), "published": measured}
+                runs[row["id"]] = run | {"ratio": speed / measured}
     return runs
 
 

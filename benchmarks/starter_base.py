@@ -2,11 +2,8 @@
 
     make -C benchmarks starter-base OUT=outputs/starter-base
 
-A Llama with two million random weights and a byte-level BPE tokenizer learn the recorded corpus with `task_mode: cpt`
-and `tuning.mode: full` (benchmarks/starter_base.yaml); the weights are rounded to bfloat16. Other processors, versions
-and numbers of threads round differently, and after 1,200 steps nearly every weight is another: such a base has learned
-the same, as one of another seed has. With OUT=sft_play/starter/starter-base the new one is shipped, and
-benchmarks/starter_base.json renewed.
+docs/starter.md says what it learns, and why its weights come out differently elsewhere. With
+OUT=sft_play/starter/starter-base the new one is shipped, and benchmarks/starter_base.json renewed.
 """
 
 import hashlib
@@ -23,6 +20,7 @@ import yaml
 
 from benchmarks.report_header import report_header
 from benchmarks.starter_corpus import CORPUS, END_OF_TEXT, SPECIAL_TOKENS, TURN_END, corpus_documents
+from benchmarks.steps.material import write_rows
 from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
@@ -58,8 +56,8 @@ def make_base(out: Path) -> dict[str, Any]:
     """Train the base, write it to `out` as it is shipped, and give its weights."""
     documents = corpus_documents()
     with tempfile.TemporaryDirectory() as workdir:
-        corpus, start = Path(workdir) / "corpus.jsonl", Path(workdir) / "start"
-        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+        start = Path(workdir) / "start"
+        corpus = write_rows(Path(workdir) / "corpus.jsonl", ({"text": text} for text in documents))
         make_tokenizer(documents).save_pretrained(start)
         make_model().save_pretrained(start)
         words = [f"model.name={start}", f"data.train_path={corpus}", f"output.dir={workdir}", f"train.seed={SEED}"]

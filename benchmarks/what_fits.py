@@ -41,9 +41,8 @@ def cell(model: str, mode: str, card: str) -> str:
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
     )  # fmt: skip
     config = load_config(_BASE, overrides=overrides).config
-    request = PlanRequest(
-        config, load_run_model_shape(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False
-    )
+    shape, machine = load_run_model_shape(config), parse_hardware(f"1x{card}")
+    request = PlanRequest(config, shape, machine, ("single",), has_eval=False)
     longest = find_largest_fit("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None:

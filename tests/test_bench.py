@@ -296,7 +296,7 @@ def test_repeated_rows_differ_in_every_text_and_the_last_turn_is_the_completion(
     asked = [f"No. {number}: {'two' if number % 2 else 'one'}" for number in range(5)]
     assert ([row[0]["content"] for row in made], made[2][1]["content"]) == (asked, "1\n(No. 2 assistant)")
     assert ROWS[0][0]["content"] == "one"
-    data.write_rows(tmp_path / "rows.jsonl", iter(ROWS[:1]), "prompt_completion")
+    data.write_rows(tmp_path / "rows.jsonl", [data.in_form(ROWS[0], "prompt_completion")])
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": ROWS[0][:1], "completion": ROWS[0][1:]}
 
 
@@ -329,7 +329,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 
 def test_a_measurement_says_time_memory_and_what_came_out_or_why_it_failed(tmp_path: Path, tokenizer: str):
-    data.write_rows(tmp_path / "rows.jsonl", data.changed_rows(ROWS, 40), "messages")
+    data.write_rows(tmp_path / "rows.jsonl", (data.in_form(row, "messages") for row in data.changed_rows(ROWS, 40)))
     file, cache = str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")
     found = data.measure(data.Job("ours", 40, 40, file=file, tokenizer=tokenizer, cache=cache))
     assert "error" not in found, found

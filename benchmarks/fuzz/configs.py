@@ -10,15 +10,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import (
-    CaseRunner,
-    FuzzFailure,
-    isolated_environment,
-    require_consistent_exit,
-    require_words,
-    run_command,
-)
+from benchmarks.fuzz import mutate, run
 from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.options import all_options, option_accepts
 from sft_play.config.yaml_io import parse_yaml
@@ -33,7 +25,7 @@ _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 
 
 @contextlib.contextmanager
-def case_runner() -> Iterator[CaseRunner]:
+def case_runner() -> Iterator[run.CaseRunner]:
     seeds = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
     parsed_seeds = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
     keys = list(all_options())
@@ -49,10 +41,10 @@ def case_runner() -> Iterator[CaseRunner]:
         accepted = _loads(path, overrides, why_refused)
         if accepted and draw.random() < 0.1:
             words = ["plan", "--config", str(path), "--hardware", draw.choice(_MACHINES), "--json", *overrides]
-            require_consistent_exit(*run_command(words), is_json=True)
+            run.require_consistent_exit(*run.run_command(words), is_json=True)
         return accepted
 
-    with isolated_environment():
+    with run.isolated_environment():
         yield judge
 
 
@@ -104,15 +96,15 @@ def _loads(path: Path, overrides: list[str], why_refused: str) -> bool:
     try:
         loaded = load_config(path, overrides=overrides)
     except SftPlayError as error:
-        require_words(error)
+        run.require_words(error)
         return False
     if why_refused:
-        raise FuzzFailure(f"accepted in spite of {why_refused}")
+        raise run.FuzzFailure(f"accepted in spite of {why_refused}")
     settings = resolved_config(loaded.config, effective_batch=8)
     if settings["model"].get("adapter") is None:  # what is written into a run folder is read again as the same
         read = config_from_text(json.dumps(settings, allow_nan=False), name="resolved.json")
         again = resolved_config(read, effective_batch=8)
         if again != settings:
             changed = {key for key in settings if again.get(key) != settings[key]}
-            raise FuzzFailure(f"resolved.json reads otherwise in {changed}")
+            raise run.FuzzFailure(f"resolved.json reads otherwise in {changed}")
     return True

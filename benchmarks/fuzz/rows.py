@@ -13,16 +13,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import (
-    CaseRunner,
-    FuzzFailure,
-    isolated_environment,
-    read_files,
-    require_consistent_exit,
-    require_words,
-    run_command,
-)
+from benchmarks.fuzz import mutate, run
 from benchmarks.fuzz.templates import tokenizer
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, SftPlayError, TokenizerError
@@ -56,11 +47,11 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 @contextlib.contextmanager
-def case_runner() -> Iterator[CaseRunner]:
+def case_runner() -> Iterator[run.CaseRunner]:
     from tests.models import CHATML
 
     files = [path.read_bytes() for path in sorted((ROOT / "tests" / "bundled" / "rows").glob("*.json*"))]
-    with isolated_environment(), tokenizer() as made:
+    with run.isolated_environment(), tokenizer() as made:
         made.chat_template = CHATML
 
         def judge(draw: random.Random, folder: Path) -> bool:
@@ -159,7 +150,7 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
         for _, example in itertools.islice(reader.numbered_examples(), 60):
             if isinstance(example, BadRow):
                 if not example.reason.strip():
-                    raise FuzzFailure("a bad row without a reason")
+                    raise run.FuzzFailure("a bad row without a reason")
                 continue
             good += 1
             content_digest(example)
@@ -167,9 +158,9 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
             for one in renderer.split_turns(renderer.recover_chat(example)):
                 row = renderer(one)
                 if isinstance(row, TokenRow) and len(row.input_ids) != len(row.labels):
-                    raise FuzzFailure("the labels are not those of the tokens")
+                    raise run.FuzzFailure("the labels are not those of the tokens")
     except (DataError, TokenizerError) as error:
-        require_words(error)
+        run.require_words(error)
         return False
     return good > 0
 
@@ -181,14 +172,14 @@ def _processes(draw: random.Random, folder: Path, data: DataConfig) -> None:
     config = {"model": {"name": "gpt2"}, "data": {**settings, "process": {"raw_path": "raw", "out_dir": "out"}}}
     (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     is_json = draw.random() < 0.5
-    code, out, err = run_command(["process", "--config", "run.yaml", *(["--json"] if is_json else [])])
-    require_consistent_exit(code, out, err, is_json=is_json)
-    written = read_files(folder / "out") if (folder / "out").exists() else {}
+    code, out, err = run.run_command(["process", "--config", "run.yaml", *(["--json"] if is_json else [])])
+    run.require_consistent_exit(code, out, err, is_json=is_json)
+    written = run.read_files(folder / "out") if (folder / "out").exists() else {}
     if code and written:
-        raise FuzzFailure(f"refused, and it wrote {sorted(written)}")
+        raise run.FuzzFailure(f"refused, and it wrote {sorted(written)}")
     for name in written:
         if name.endswith(".jsonl"):
             try:
                 list(read_processed(folder / "out" / name))
             except SftPlayError as error:
-                raise FuzzFailure(f"what it wrote cannot be read: {error}") from error
+                raise run.FuzzFailure(f"what it wrote cannot be read: {error}") from error

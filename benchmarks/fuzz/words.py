@@ -10,16 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import (
-    CaseRunner,
-    FuzzFailure,
-    isolated_environment,
-    read_files,
-    require_consistent_exit,
-    require_words,
-    run_command,
-)
+from benchmarks.fuzz import mutate, run
 from sft_play.commands.request import flag_commands_table, read_request
 from sft_play.errors import SftPlayError
 from sft_play.variables import COMMANDS, VARIABLES
@@ -27,13 +18,8 @@ from sft_play.variables import COMMANDS, VARIABLES
 _QUICK = ("plan", "gpu-info", "runs", "report", "compare", "prune", "process", "style", "tb-stop", "tb-clean", "check")
 """Commands that end soon by themselves, whatever the config."""
 _READ_ONLY = (
-    "gpu-selftest",
-    "mask-score",
-    "memory-model-score",
-    "generate",
-    "doctor",
-    "run-notebook",
-    "setup-accelerate",
+    *("gpu-selftest", "mask-score", "memory-model-score", "generate", "doctor"),
+    *("run-notebook", "setup-accelerate"),
 )
 """Commands that work without a config, or on the machine: their words are read, and nothing is run."""
 _GOOD = "model: {name: Qwen/Qwen2.5-0.5B}\ndata: {train_path: rows.jsonl}\n"
@@ -41,7 +27,7 @@ _VALUES = ("run.yaml", "none.yaml", ".", "last", "2xH100", "1", "0", "2", "ddp",
 
 
 @contextlib.contextmanager
-def case_runner() -> Iterator[CaseRunner]:
+def case_runner() -> Iterator[run.CaseRunner]:
     flags = flag_commands_table()
 
     def judge(draw: random.Random, folder: Path) -> bool:
@@ -56,18 +42,18 @@ def case_runner() -> Iterator[CaseRunner]:
         if not is_quick:
             variables["CONFIG"] = "run.yaml"
             words = [word for word in words if not word.startswith("--config")]
-        before = read_files(folder)
+        before = run.read_files(folder)
         is_json = "--json" in words or variables.get("JSON", "0") not in ("", "0")
-        code, out, err = run_command(words, **variables)
+        code, out, err = run.run_command(words, **variables)
         if not {"-h", "--help"} & set(words):
-            require_consistent_exit(code, out, err, is_json=is_json)
-        if code and (changed := {key for key, old in before.items() if read_files(folder).get(key) != old}):
-            raise FuzzFailure(f"refused, and it changed {changed}")
-        if code and (more := read_files(folder).keys() - before.keys()):
-            raise FuzzFailure(f"refused, and it wrote {sorted(more)}")
+            run.require_consistent_exit(code, out, err, is_json=is_json)
+        if code and (changed := {key for key, old in before.items() if run.read_files(folder).get(key) != old}):
+            raise run.FuzzFailure(f"refused, and it changed {changed}")
+        if code and (more := run.read_files(folder).keys() - before.keys()):
+            raise run.FuzzFailure(f"refused, and it wrote {sorted(more)}")
         return code == 0
 
-    with isolated_environment():
+    with run.isolated_environment():
         yield judge
 
 
@@ -102,7 +88,7 @@ def _is_read(words: list[str], variables: dict[str, str]) -> bool:
     try:
         read_request(words, {**os.environ, **variables})
     except SftPlayError as error:
-        require_words(error)
+        run.require_words(error)
         return False
     except SystemExit:  # --help
         return True

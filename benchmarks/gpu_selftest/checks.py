@@ -24,6 +24,16 @@ CONTEXT_APART = GIB // 4
 MESSAGE_APART = 0.25
 """GiB that a message's figures may be off the plan's: free memory changes between two readings, and a message
 rounds."""
+# The cases of attention that a probe runs and a plan predicts: masks; key and value heads beside the query's; dtypes;
+# whether all batches have one shape.
+MASKS = ("causal", "padding mask")
+HEADS = {"grouped heads": 2, "equal heads": 8}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ROWS = {"": False, ", one shape": True}
+TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
+_PREDICTED = re.compile(r"the plan predicted ([\d.]+) of ([\d.]+) GiB with micro-batch (\d+)")
+_TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]iB).*?of which ([\d.]+) ([KMG]iB) is free", re.DOTALL)
+_UNIT = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -125,19 +135,6 @@ def memory_counter_problems(measured: Mapping[str, int], *, context_bytes: int) 
     return wrong
 
 
-# The cases of attention that a probe runs and a plan predicts: masks; key and value heads beside the query's; dtypes;
-# whether all batches have one shape.
-MASKS = ("causal", "padding mask")
-HEADS = {"grouped heads": 2, "equal heads": 8}
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-ROWS = {"": False, ", one shape": True}
-TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
-
-_PREDICTED = re.compile(r"the plan predicted ([\d.]+) of ([\d.]+) GiB with micro-batch (\d+)")
-_TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]iB).*?of which ([\d.]+) ([KMG]iB) is free", re.DOTALL)
-_UNIT = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
 def out_of_memory_problems(
     output: str,
     *,
@@ -174,10 +171,8 @@ def out_of_memory_problems(
 
 
 def _over(what: str, measured: int, predicted: int, margin: int) -> str:
-    return (
-        f"{_gib(measured)} {what} are {_gib(measured - predicted)} above the {_gib(predicted)} predicted, margin "
-        f"{_gib(margin)}"
-    )
+    above = f"{_gib(measured)} {what} are {_gib(measured - predicted)} above the {_gib(predicted)} predicted"
+    return f"{above}, margin {_gib(margin)}"
 
 
 def _gib(size: int) -> str:

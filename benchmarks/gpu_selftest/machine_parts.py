@@ -118,9 +118,8 @@ def _probe(
     if result.code != 0 or not out.is_file():
         return Part(part, "fail", result.message, predicted, **result.figures)
     measured = json.loads(out.read_text(encoding="utf-8"))
-    return judged_part(
-        part, judge(measured), reason(measured), predicted=predicted, measured=measured, **result.figures
-    )
+    figures = {"predicted": predicted, "measured": measured, **result.figures}
+    return judged_part(part, judge(measured), reason(measured), **figures)
 
 
 def joint_hardware(hardware: Hardware) -> Hardware:
@@ -190,6 +189,5 @@ def check_layouts(bench: TrialBench) -> Part:
             problems.append(f"{row['mode']} under {row['layout']} differs: {difference}")
     if all(row["ranks"] == 1 for row in rows):
         problems.append("no layout of several ranks was compared")
-    return judged_part(
-        name, problems, f"{len(rows)} runs agree with one process", measured={"rows": rows}, **result.figures
-    )
+    reason = f"{len(rows)} runs agree with one process"
+    return judged_part(name, problems, reason, measured={"rows": rows}, **result.figures)

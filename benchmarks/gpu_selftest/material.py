@@ -1,12 +1,13 @@
 """What the trials train: a model with random weights, its tokenizer, and rows of three kinds. Nothing is downloaded."""
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.random_model import write_random_model
 from benchmarks.starter_corpus import corpus_documents
+from benchmarks.steps.material import chat, write_rows
 from sft_play.models.config_json import KNOWN_MODELS
 
 LARGE_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -53,8 +54,12 @@ def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -
     words = [word for word in " ".join(corpus_documents(50)).split() if word.isalpha()]
     needed, full = size.effective_batch * size.steps, 2 * size.seq_len  # a word is a token and more: cut to the length
 
-    def rows(count: int, least: int, most: int) -> list[dict[str, object]]:
-        return [_chat(draw, words, draw.randint(least, most)) for _ in range(count)]
+    def text(count: int) -> str:
+        return " ".join(draw.choices(words, k=count))
+
+    def rows(count: int, least: int, most: int) -> list[dict[str, Any]]:
+        lengths = (draw.randint(least, most) for _ in range(count))
+        return [chat(text(4), text(length)) for length in lengths]
 
     short = max(4, size.seq_len // 8)
     kinds = {
@@ -66,10 +71,4 @@ def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -
     }
     draw.shuffle(kinds["unequal"])  # else the long rows would share their micro-batches, and pad nothing
     for name, kind_rows in kinds.items():
-        text = "".join(json.dumps(row) + "\n" for row in kind_rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-
-
-def _chat(draw: random.Random, words: list[str], count: int) -> dict[str, object]:
-    question, answer = (" ".join(draw.choices(words, k=length)) for length in (4, count))
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        write_rows(folder / f"{name}.jsonl", kind_rows)

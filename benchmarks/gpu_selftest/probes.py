@@ -16,6 +16,15 @@ from benchmarks.gpu_selftest.checks import DTYPES, HEAD_DIM, HEADS, MASKS, QUERY
 from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import watch_parent
 
+_KINDS = (
+    ("cudnn", ("cudnn",)),
+    ("flash", ("flash",)),
+    ("efficient", ("efficient_attention", "fmha_cutlass", "fmha", "attention_kernel_batched")),
+    ("math", ("attention_math", "softmax")),
+)
+"""Kinds of attention by parts of kernels' and operators' names, the first that one has: flash attention's names hold
+"fmha" in some builds, and only the math kernel runs a softmax by itself."""
+
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,16 +120,6 @@ def _profiled(forward: Callable[..., Any], dtype: torch.dtype, heads: int, *, ma
         if on_gpu:
             torch.cuda.synchronize()
     return [str(event.key) for event in traced.key_averages()]
-
-
-_KINDS = (
-    ("cudnn", ("cudnn",)),
-    ("flash", ("flash",)),
-    ("efficient", ("efficient_attention", "fmha_cutlass", "fmha", "attention_kernel_batched")),
-    ("math", ("attention_math", "softmax")),
-)
-"""Kinds of attention by parts of kernels' and operators' names, the first that one has: flash attention's names hold
-"fmha" in some builds, and only the math kernel runs a softmax by itself."""
 
 
 def kind_of(names: Sequence[str]) -> str:

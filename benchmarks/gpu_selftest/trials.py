@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_selftest.checks import (
-    FREE_APART,
-    Peak,
-    moment_problems,
-    out_of_memory_problems,
-    peak_problems,
-    speed_problems,
-    update_problems,
-)
+from benchmarks.gpu_selftest import checks
 from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize, write_trial_rows
 from benchmarks.gpu_selftest.record import Part, judged_part
 from benchmarks.steps.material import write_config
@@ -172,15 +164,16 @@ def run_module(
     if not bench.on_gpu:
         environment |= dict.fromkeys(VISIBILITY_VARIABLES, "-1")
     command = [sys.executable, "-m", *arguments]
-    began = time.monotonic()
-    code: int | None = None
-    with log.open("wb") as sink, contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, timeout=limit_s
-        )
-        code = done.returncode
-    text = log.read_text(encoding="utf-8", errors="replace")
-    return ProcessResult(code, text, log, time.monotonic() - began)
+    began, code = time.monotonic(), None
+    with log.open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        stdin = subprocess.DEVNULL
+        code = subprocess.run(command, env=environment, stdin=stdin, stdout=out, stderr=out, timeout=limit_s).returncode
+    return ProcessResult(code, log.read_text(encoding="utf-8", errors="replace"), log, time.monotonic() - began)
+
+
+def train_in_process(config: Path, bench: TrialBench, log: str, *, limit_s: float = TRIAL_TIMEOUT_S) -> ProcessResult:
+    words = ["sft_play", "train", "--config", str(config)]
+    return run_module(words, bench.logs / f"{log}.log", bench, limit_s=limit_s)
 
 
 def run_trial(trial: Trial, bench: TrialBench) -> Part:
@@ -190,8 +183,7 @@ def run_trial(trial: Trial, bench: TrialBench) -> Part:
     plan = plan_run(config) if bench.on_gpu else None
     if plan is not None and not plan.fits:
         return Part(trial.name, "skipped", f"the plan says that it {plan.choice.verdict}")
-    log = bench.logs / f"{trial.name.removeprefix('train/').replace('/', '-')}.log"
-    result = run_module(["sft_play", "train", "--config", str(config)], log, bench)
+    result = train_in_process(config, bench, trial.name.removeprefix("train/").replace("/", "-"))
     return judge_run_folder(trial.name, bench.run_folder, result, mode=trial.mode, rows=trial.rows)
 
 
@@ -207,7 +199,7 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
     if result.code != 0 or not (folder / "summary.json").is_file():
         return Part(name, "fail", result.message, **result.figures)
     predicted, measured = predicted_figures(folder), measured_figures(folder)
-    problems = find_problems(predicted, measured, rows=rows) + update_problems(measured["updates"], mode=mode)
+    problems = find_problems(predicted, measured, rows=rows) + checks.update_problems(measured["updates"], mode=mode)
     speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
     reason = (
         f"reserved {measured['reserved'] / GIB:.2f} GiB measured, {predicted['reserved'] / GIB:.2f} predicted (margin "
@@ -219,10 +211,9 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
 def predicted_figures(folder: Path) -> dict[str, Any]:
     """The bytes and the speed that a run's plan.json promises."""
     plan = read_json(folder / "plan.json")
-    peak = plan["peak_bytes"]
+    peak, copied = plan["peak_bytes"], ("tokens_per_s", "confirmed_by_trace", "micro_batch", "grad_accum", "fits")
     allocated, reserved = peak["by_moment"]["training"]
     moments = {name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")}
-    copied = ("tokens_per_s", "confirmed_by_trace", "micro_batch", "grad_accum", "fits")
     return {
         "allocated": allocated,
         "reserved": reserved,
@@ -260,16 +251,16 @@ def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: 
     full, as a plan assumes them, its speed."""
     is_full = rows != "unequal"
     promise = (predicted["allocated"], predicted["reserved"], predicted["margin"])
-    peak = Peak(*promise, measured["allocated"], measured["reserved"], exact=is_full)
-    problems = peak_problems(peak)
+    peak = checks.Peak(*promise, measured["allocated"], measured["reserved"], exact=is_full)
+    problems = checks.peak_problems(peak)
     for name, held in measured["moments"].items():
         promised = predicted["moments"][name]
         if promised is None or held is None:
             continue  # a CPU's process has one peak for the whole run
         margin = MARGIN_BYTES + (int(promised * LOAD_MARGIN) if name == "load" else 0)
-        problems += moment_problems(name, predicted=promised, margin=margin, measured=held)
+        problems += checks.moment_problems(name, predicted=promised, margin=margin, measured=held)
     if is_full and predicted["tokens_per_s"]:
-        problems += speed_problems(predicted["tokens_per_s"], measured["tokens_per_s"])
+        problems += checks.speed_problems(predicted["tokens_per_s"], measured["tokens_per_s"])
     return problems
 
 
@@ -289,16 +280,14 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
     config = oversized_config(bench, micro)
     plan = plan_run(config)
     free_before = _free_bytes()
-    result = run_module(["sft_play", "train", "--config", str(config)], bench.logs / f"{OUT_OF_MEMORY}.log", bench)
+    result = train_in_process(config, bench, OUT_OF_MEMORY)
     until = time.monotonic() + RECLAIM_S
-    while _free_bytes() < free_before - FREE_APART and time.monotonic() < until:
+    while _free_bytes() < free_before - checks.FREE_APART and time.monotonic() < until:
         time.sleep(0.5)
-    free_after = _free_bytes()
+    free = {"free_before": free_before, "free_after": _free_bytes()}
     predicted = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
-    measured = {"exit_code": result.code, "said": result.message, "free_before": free_before, "free_after": free_after}
-    problems = out_of_memory_problems(
-        result.message, exit_code=result.code, free_before=free_before, free_after=free_after, **predicted
-    )
+    measured = {"exit_code": result.code, "said": result.message, **free}
+    problems = checks.out_of_memory_problems(result.message, exit_code=result.code, **free, **predicted)
     reason = f"micro-batch {micro} ran out as planned ({plan.memory.required / GIB:.1f} GiB), and the message is true"
     return judged_part(OUT_OF_MEMORY, problems, reason, predicted=predicted, measured=measured, **result.figures)
 
@@ -308,14 +297,9 @@ def oversized_config(bench: TrialBench, micro: int) -> Path:
     return bench.write_config("full", OUT_OF_MEMORY, data={"val_path": None}, train=train, eval={"steps": 0})
 
 
-def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, max_rows: int = 4096) -> int | None:
-    """The smallest power of two whose step needs (`required`) a quarter more than `budget` bytes; None: none does."""
-    size = 1
-    while size <= max_rows:
-        if required(size) > 1.25 * budget:
-            return size
-        size *= 2
-    return None
+def find_oversized_micro_batch(required: Callable[[int], int], budget: int) -> int | None:
+    """The smallest power of two to 4,096 whose step needs (`required`) a quarter more than `budget` bytes, if any."""
+    return next((2**power for power in range(13) if required(2**power) > 1.25 * budget), None)
 
 
 def _free_bytes() -> int:

@@ -27,6 +27,15 @@ Message = dict[str, Any]
 UNTRAINED = -100
 """The label of a token that is not trained (torch's convention)."""
 NOTHING_ENDS = "the template writes nothing behind a turn that could end it"
+NEXT_WORD = "ostrelvand"
+"""The word of a message that a case does not have."""
+# Control tokens as templates spell them, whatever the tokenizer that scores them knows: <|im_end|>, [/INST],
+# <end_of_turn>, <｜Assistant｜>, </s>, …
+_CONTROL = (
+    r"<｜[^<>｜]{1,60}｜>|<\|[^<>|]{1,60}\|>|<\|\w{1,60}>|<\w{1,60}\|>|\[/?[A-Z_]{2,}\]|\[\|[^|\[\]]{1,60}\|\]|\[e~\["
+    r"|\]~!?b[\[\]]|</?[A-Za-z_][^<>\s]{0,60}>"
+)
+_THINK = re.compile("think|thought|channel", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -181,9 +190,8 @@ class _Judge:
             return _Turn(index, None)
         foreign = [at for word in self._others(index) for at in _find_word(self._text, word) if at >= start]
         limit = min(foreign, default=len(self._text))
-        last = max(
-            (at + len(word) for word in own for at in _find_word(self._text, word) if start <= at < limit), default=0
-        )
+        places = ((at, word) for word in own for at in _find_word(self._text, word))
+        last = max((at + len(word) for at, word in places if start <= at < limit), default=0)
         if not last:
             return _Turn(index, start)
         return self._ended(index, start, last, self._text[last:limit])
@@ -317,9 +325,8 @@ class _Judge:
     def _end_of_answer(self) -> str:
         """The first control token behind a plain answer, whether it stands alone or a question follows."""
         said = [self._question, {"role": "assistant", "content": _renamed(self._question["content"])}]
-        tails = [
-            (self._renderings.text(more) or "").rpartition(NEXT_WORD)[2] for more in (said, [*said, self._question])
-        ]
+        texts = [self._renderings.text(more) or "" for more in (said, [*said, self._question])]
+        tails = [text.rpartition(NEXT_WORD)[2] for text in texts]
         tokens = (found.group() for tail in tails for found in self._control.finditer(tail))
         return next(tokens, "")
 
@@ -330,12 +337,10 @@ class _Judge:
     def _ends_in(self, tail: str, spoken: str) -> list[int]:
         """Where a turn may end in a tail: behind its last control token, or an earlier one at which generation stops
         already."""
-        found_all = self._control.finditer(tail)
-        tokens = [
-            found
-            for found in found_all
-            if found.group() == self._answer_end or not _closes_part(found.group(), spoken + tail[: found.start()])
-        ]
+        tokens = []
+        for found in self._control.finditer(tail):
+            if found.group() == self._answer_end or not _closes_part(found.group(), spoken + tail[: found.start()]):
+                tokens.append(found)
         if not tokens:
             return []
         last = tokens[-1].group()
@@ -361,9 +366,8 @@ class _Judge:
         if strange:
             return f"it holds {strange[0]!r} of another message"
         assert turn.start is not None
-        missing = [
-            word for word in self._case.words[turn.index] if word in self._text[turn.start :] and word not in run
-        ]
+        written = self._text[turn.start :]
+        missing = [word for word in self._case.words[turn.index] if word in written and word not in run]
         return f"it lacks {missing[0]!r}" if missing else ""
 
     def end_problem(self, turn: _Turn, spelled: str) -> str:
@@ -373,18 +377,6 @@ class _Judge:
         if not turn.ends:
             return f"nothing ends it there: {spelled[-30:]!r}"
         return f"it ends with {spelled[-30:]!r}, not with {self.spelled(turn.ends[0])[-30:]!r}"
-
-
-NEXT_WORD = "ostrelvand"
-"""The word of a message that a case does not have."""
-
-# Control tokens as templates spell them, whatever the tokenizer that scores them knows: <|im_end|>, [/INST],
-# <end_of_turn>, <｜Assistant｜>, </s>, …
-_CONTROL = (
-    r"<｜[^<>｜]{1,60}｜>|<\|[^<>|]{1,60}\|>|<\|\w{1,60}>|<\w{1,60}\|>|\[/?[A-Z_]{2,}\]|\[\|[^|\[\]]{1,60}\|\]|\[e~\["
-    r"|\]~!?b[\[\]]|</?[A-Za-z_][^<>\s]{0,60}>"
-)
-_THINK = re.compile("think|thought|channel", re.IGNORECASE)
 
 
 def _words(content: Any) -> list[str]:

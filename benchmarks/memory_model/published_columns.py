@@ -13,6 +13,25 @@ from sft_play.text import GIB, MIB
 
 CsvRow = Mapping[str, str]
 """A line of the CSV by column, texts stripped; an empty text: not known."""
+RUN_STATE = {"auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "peft_version"}
+"""Fields of a saved adapter_config.json that say where it came from, not what it is."""
+_WITHOUT_TARGETS = {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "TRAINABLE_TOKENS"}
+_OPTIMIZERS: tuple[tuple[str, str], ...] = (
+    (r"galore|muon|in backward|4bit|torch_8bit|bf16 master", ""),
+    (r"fusedadam", "adamw_fused"),
+    (r"lora-fa", "lora_fa"),
+    (r"paged_adamw_8bit|paged.*8bit", "paged_adamw_8bit"),
+    (r"paged", ""),
+    (r"(adamw|bnb).*8bit", "adamw_8bit"),
+    (r"adamw_torch_fused|fused", "adamw_fused"),
+    (r"adafactor", "adafactor"),
+    (r"adamw", "adamw_foreach"),
+    (r"sgd", "sgd"),
+)
+"""Part of the column's text: the tracer's optimizer; an empty one is not traced. torch.optim.AdamW is foreach."""
+_NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
+"""Classes whose loss, before they took the common loss function, ran in the logits' own dtype."""
+_LOOPED_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
 
 
 class NotExpressible(Exception):
@@ -81,10 +100,6 @@ def version_in(row: CsvRow, column: str) -> tuple[int, ...]:
     return tuple(int(part or 0) for part in found.groups()) if found else (999,)
 
 
-_CAPABILITY_UNKNOWN = (8, 0)
-"""A card that the row does not name: one with flash attention and the small cuBLAS workspace."""
-
-
 def _card(row: CsvRow) -> dict[str, Any]:
     context = re.search(r"cuda_context_mib=(\d+(?:\.\d+)?)", row.get("notes", ""))
     total = _number(row, "gpu_total_gib")
@@ -100,7 +115,7 @@ def _capability(name: str) -> tuple[int, int]:
         entries = find_catalog_entries(" ".join(words[:count]))
         if entries:
             return entries[0].capability
-    return _CAPABILITY_UNKNOWN
+    return (8, 0)  # of an unknown card: flash attention and the small cuBLAS workspace
 
 
 def _targets(row: CsvRow) -> str | list[str]:
@@ -141,27 +156,6 @@ def _adapter(row: CsvRow, run_info: Config | None) -> dict[str, Any] | None:
     elif rank is not None:
         adapter["r"] = rank
     return adapter
-
-
-_WITHOUT_TARGETS = {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "TRAINABLE_TOKENS"}
-
-RUN_STATE = {"auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "peft_version"}
-"""Fields of a saved adapter_config.json that say where it came from, not what it is."""
-
-
-_OPTIMIZERS: tuple[tuple[str, str], ...] = (
-    (r"galore|muon|in backward|4bit|torch_8bit|bf16 master", ""),
-    (r"fusedadam", "adamw_fused"),
-    (r"lora-fa", "lora_fa"),
-    (r"paged_adamw_8bit|paged.*8bit", "paged_adamw_8bit"),
-    (r"paged", ""),
-    (r"(adamw|bnb).*8bit", "adamw_8bit"),
-    (r"adamw_torch_fused|fused", "adamw_fused"),
-    (r"adafactor", "adafactor"),
-    (r"adamw", "adamw_foreach"),
-    (r"sgd", "sgd"),
-)
-"""Part of the column's text: the tracer's optimizer; an empty one is not traced. torch.optim.AdamW is foreach."""
 
 
 def _optimizer(row: CsvRow) -> str:
@@ -209,13 +203,6 @@ def _loss(row: CsvRow, model: Config) -> str:
     if model.get("model_type") in _NEVER_UPCAST:
         return "logits_shifted_half"
     return "logits_shifted" if version >= (4, 46) else "logits_shifted_float"
-
-
-_NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
-"""Classes whose loss, before they took the common loss function, ran in the logits' own dtype."""
-
-
-_LOOPED_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
 
 
 def _ranks(row: CsvRow) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 SOURCES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """By repository: `fixed` goes over what the columns say; `refused` says why no row of it can be traced."""
 
-
 PEFT_LONGEST_ROW = 680
 """Tokens of the longest padded batch of the 5,000 in huggingface/peft method_comparison/MetaMathQA.
 
@@ -33,6 +32,15 @@ The cap is 768 and texts end at 1,300 characters, so the batch is a fact of the 
 same in every row), which is not here. One figure for the whole source, from a study of its LoRA r=32 row; a run with
 a smaller cap is bounded by it.
 """
+ORCA_MEAN_ROW = 289
+ORCA_LONGEST_ROW = 2450
+"""Tokens of a row of microsoft/orca-math-word-problems-200k, train[:8000], with Mistral's tokenizer.
+
+The mean is the source's own: refs_orca/a100_80gb_pf.csv, train_tokens_per_second x train_runtime / 8000 rows, one GPU
+without padding. The longest row is not published; one figure for all rows of the source.
+"""
+_OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
+"""Model types that prime-rl replaces by classes of its own (prime_rl/trainer/models/__init__.py)."""
 
 
 def _peft_lengths(row: CsvRow) -> dict[str, Any]:
@@ -47,15 +55,6 @@ def _peft_metamath(row: CsvRow, settings: dict[str, Any], run_info: Config | Non
         # disable_adapter() around the loss on Wikipedia, new in that run, switches every adapter's gradients on again.
         changed["optimizer"] = "adamw_foreach"
     return changed
-
-
-ORCA_MEAN_ROW = 289
-ORCA_LONGEST_ROW = 2450
-"""Tokens of a row of microsoft/orca-math-word-problems-200k, train[:8000], with Mistral's tokenizer.
-
-The mean is the source's own: refs_orca/a100_80gb_pf.csv, train_tokens_per_second x train_runtime / 8000 rows, one GPU
-without padding. The longest row is not published; one figure for all rows of the source.
-"""
 
 
 def _fms_lengths(row: CsvRow) -> dict[str, Any]:
@@ -86,10 +85,6 @@ def _fms(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, A
         if settings["strategy"] != "single":
             changed["quant_storage"] = settings["weights"]
     return changed
-
-
-_OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
-"""Model types that prime-rl replaces by classes of its own (prime_rl/trainer/models/__init__.py)."""
 
 
 RowSettings = Callable[[CsvRow, dict[str, Any], Config | None], dict[str, Any]]

@@ -64,16 +64,14 @@ class ScoredRow:
         }
 
     def as_json(self) -> dict[str, Any]:
+        run = self.run
+        about = {"id": run.id, "class": run.grade, "mode": run.mode, "strategy": run.strategy, "source": run.source}
         return {
-            "id": self.run.id,
-            "class": self.run.grade,
-            "mode": self.run.mode,
-            "strategy": self.run.strategy,
-            "source": self.run.source,
+            **about,
             "predicted_allocated_bytes": self.predicted_allocated,
-            "measured_allocated_bytes": self.run.measured_allocated,
+            "measured_allocated_bytes": run.measured_allocated,
             "predicted_reserved_bytes": self.predicted_reserved,
-            "measured_reserved_bytes": self.run.measured_reserved,
+            "measured_reserved_bytes": run.measured_reserved,
             "closed_allocated_bytes": self.closed.allocated if self.closed else None,
             "closed_reserved_bytes": self.closed.reserved if self.closed else None,
             "closed_promised_bytes": self.promised,
@@ -233,10 +231,8 @@ def score(
             closed = closed_form(run.settings)
         except NoClosedForm as why:
             unknown[str(why)] += 1
-        if traced is None:
-            rows.append(ScoredRow(run, None, None, closed))
-        else:
-            rows.append(ScoredRow(run, traced.allocated, traced.reserved, closed))
+        held: tuple[int | None, int | None] = (traced.allocated, traced.reserved) if traced else (None, None)
+        rows.append(ScoredRow(run, *held, closed))
     no_closed_form = dict(unknown.most_common())
     return ScoreReport(tuple(rows), tuple(refused), group_rows(rows), no_closed_form, time.monotonic() - started)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,17 @@ SEED = 17
 QUESTION, ANSWER = (16, 0.6), (48, 1.0)
 """Words of a question and of an answer: median, and the standard deviation of the logarithm. Answers of chat data sets
 spread as widely: one in ten has four times the median, and padding to the longest of a batch more than doubles it."""
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """One JSON object a line."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return path
 
 
 def write_chats(
@@ -27,11 +39,7 @@ def write_chats(
     def text(median: float, spread: float) -> str:
         return " ".join(draw.choices(words, k=max(1, round(median * draw.lognormvariate(0.0, spread)))))
 
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            turns = (("user", text(*words_of_question)), ("assistant", text(*words_of_answer)))
-            row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-            file.write(json.dumps(row) + "\n")
+    write_rows(path, (chat(text(*words_of_question), text(*words_of_answer)) for _ in range(count)))
 
 
 def write_config(path: Path, *, model: Path | str, rows: Path, seq_len: int, **sections: dict[str, Any]) -> Path:

@@ -44,9 +44,8 @@ def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
         "packing": trainer.args.packing,
         "group_by_length": order.side == "trl-grouped",
     }
-    train_until_recorded(
-        trainer, order, Path(order.result), {"side": order.side, "settings": settings}, facts["pad_id"]
-    )
+    about = {"side": order.side, "settings": settings}
+    train_until_recorded(trainer, order, Path(order.result), about, facts["pad_id"])
 
 
 def train_until_recorded(trainer: Any, order: ProcessOrder, result: Path, more: dict[str, Any], pad_id: int) -> None:

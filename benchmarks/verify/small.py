@@ -1,11 +1,11 @@
 """A small run for comparisons: a model of random weights, and rows of very different lengths that divide unevenly."""
 
-import json
 import random
 from pathlib import Path
 
 from benchmarks.random_model import write_random_model
 from benchmarks.starter_corpus import corpus_documents
+from benchmarks.steps.material import chat, write_config, write_rows
 
 ROWS = 37
 """Rows: with an effective batch of 16 an epoch ends with 5, which divide over no number of ranks."""
@@ -23,29 +23,16 @@ def make_small_run(folder: Path) -> Path:
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }  # fmt: skip
     write_random_model(model, config, seed=SEED, dtype="float32")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()), encoding="utf-8")
-    path = folder / "small.yaml"
-    path.write_text(
-        f"model: {{name: {json.dumps(str(model))}, max_seq_len: 128}}\n"
-        f"data: {{train_path: {json.dumps(str(rows))}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 16, learning_rate: 1e-3, lr_scheduler_type: constant, warmup_steps: 0,\n"
-        "        bf16: false, gradient_checkpointing: false}\n",
-        encoding="utf-8",
-    )
-    return path
-
-
-def _rows() -> list[dict[str, object]]:
-    """Questions and answers of 1 to 40 words, so that ranks train on very different numbers of tokens."""
     draw = random.Random(SEED)
     words = " ".join(corpus_documents(20)).split()
 
     def text(most: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, most)))
 
-    rows: list[dict[str, object]] = []
-    for number in range(ROWS):
-        question, answer = text(12), text(40 if number % 3 else 2)
-        rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-    return rows
+    # answers of 1 to 40 words, so that ranks train on very different numbers of tokens
+    chats = (chat(text(12), text(40 if number % 3 else 2)) for number in range(ROWS))
+    rows = write_rows(folder / "rows.jsonl", chats)
+    schedule = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    train = {"effective_batch_size": 16, "bf16": False, "gradient_checkpointing": False, **schedule}
+    data = {"max_lost_fraction": 0.05, "workers": "auto"}
+    return write_config(folder / "small.yaml", model=model, rows=rows, seq_len=128, train=train, data=data)
