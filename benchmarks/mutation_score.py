@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmarks.report_header import report_header
 from sft_play.process.signals import die_with_parent
@@ -201,7 +203,13 @@ def run_tests(
     while time.monotonic() - started < timeout_s:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return os.waitstatus_to_exitcode(status) == 0, time.monotonic() - started
+            code = os.waitstatus_to_exitcode(status)
+            if code == pytest.ExitCode.USAGE_ERROR:  # no such test, or a mutant that keeps its file from being imported
+                files = sorted({test.partition("::")[0] for test in tests})
+                if files == [*tests]:
+                    raise RuntimeError(f"pytest finds no {' '.join(tests)}")
+                return run_tests(tree, files, timeout_s=timeout_s)
+            return code == 0, time.monotonic() - started
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -260,10 +268,15 @@ class Baseline:
         data.read()
         by_line = data.contexts_by_lineno(str(self.tree / mutant.path))
         contexts = {name for line in statement_lines(mutant, source) for name in by_line.get(line, ())}
-        names = sorted({name.rpartition(".")[2] for name in contexts})
-        if names == [""]:
-            return [f"tests/{self.file}"]
-        return [f"tests/{self.file}::{name}" for name in names if name]
+        return self.node_ids(contexts)
+
+    def node_ids(self, contexts: Collection[str]) -> list[str]:
+        """Tests as pytest names them, of the names that coverage has for them: `tests.test_x.TestY.test_z`."""
+        stem = f"{self.file.removesuffix('.py')}."
+        names = sorted({context.partition(stem)[2].replace(".", "::") for context in contexts if context})
+        if contexts and not all(names):
+            names = []  # outside of a test alone, or a test of another module
+        return [f"tests/{self.file}::{name}" for name in names] or [f"tests/{self.file}"] * bool(contexts)
 
 
 def statement_lines(mutant: Mutant, source: bytes) -> range:

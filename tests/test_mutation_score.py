@@ -6,7 +6,7 @@ import ast
 import json
 from collections import Counter
 
-from benchmarks.mutation_score import OWN_TESTS, MutantVerdict, all_mutants, find_mutants, score
+from benchmarks.mutation_score import OWN_TESTS, Baseline, MutantVerdict, all_mutants, find_mutants, score
 from tests.conftest import ROOT
 
 SOURCE = '''
@@ -39,6 +39,16 @@ def test_each_decision_is_changed_once_and_words_are_left():
         assert changed != SOURCE
         ast.parse(changed)
         assert SOURCE.encode()[mutant.start : mutant.end].decode() == mutant.before
+
+
+def test_tests_are_asked_for_by_the_names_that_pytest_knows():
+    """A name that pytest does not find ends as a failed test does, and no mutant may count as killed by it."""
+    asked = Baseline("test_x.py", 1.0, ROOT, ROOT).node_ids
+    assert asked({"", "tests.test_x.test_a", "tests.test_x.TestY.test_b"}) == [
+        "tests/test_x.py::TestY::test_b", "tests/test_x.py::test_a",
+    ]  # fmt: skip
+    assert asked({""}) == asked({"tests.test_other.TestBase.test_c"}) == ["tests/test_x.py"]
+    assert asked(set()) == []
 
 
 def test_every_package_has_mutants_and_its_test_files_are_there():
