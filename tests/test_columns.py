@@ -12,7 +12,13 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_columns
-from sft_play.data.sources.columns import NEGATIVE_COLUMNS, PREFERENCE_TAGS, REJECTED_COLUMNS, guess_columns
+from sft_play.data.sources.columns import (
+    NEGATIVE_COLUMNS,
+    PREFERENCE_TAGS,
+    REJECTED_COLUMNS,
+    guess_columns,
+    missed_column_kind,
+)
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.formats import FORMATS, TEXT_COLUMNS, Chat, Text, detect_format, recognise_format
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -421,3 +427,9 @@ def test_every_command_that_reads_rows_says_what_would_be_missed(story, succeed,
     (run,) = Path("outputs").iterdir()
     report = json.loads((run / "manifest.json").read_text())["data"]["train"]["report"]
     assert report["unused"] == ["passage", "skip", "url"]
+
+
+@pytest.mark.parametrize(("words", "kind"), [(39, ""), (40, "long")])
+def test_a_text_of_forty_words_is_long_however_long_the_answer_is(words, kind):
+    text = " ".join(["lamp"] * words)
+    assert missed_column_kind("anything", text, is_text=True, answer_chars=10_000) == kind

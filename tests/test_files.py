@@ -177,6 +177,13 @@ class TestJson:
         with pytest.raises(DataError, match=r"a\.jsonl:3: byte 0xFF at column 8 is not UTF-8"):
             next(reader)
 
+    def test_a_byte_behind_a_character_that_a_blocks_end_cuts_has_its_place(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(raw, "read_blocks", lambda path: iter([b"a\xc3", b"\xa9b\xff", b"c"]))
+        pieces = raw.read_text_blocks(tmp_path / "a.txt")
+        assert next(pieces) == "a"
+        with pytest.raises(DataError, match="byte 0xFF at column 5 "):
+            next(pieces)
+
 
 TEXTS = {
     "cp1251": "Привет, как дела? Это простой текст на русском языке.",

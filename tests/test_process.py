@@ -291,6 +291,7 @@ def test_a_prompt_is_set_prepended_replaced_or_left(style, tmp_path, text, setti
     assert [row["messages"][0]["content"] for row in rows_of(style.folder / "train.jsonl")] == prompts
     assert dict(report.total) == counts
     assert report.as_json()["set"] == 2
+    assert json.loads((style.folder / "report.json").read_text()) == report.as_json()
     assert report.unused_globs == (("z*",) if "z*" in "".join(settings) else ())
     before, after = (rows_of(folder / "train.jsonl") for folder in (tmp_path / "out", style.folder))
     assert [(row["source"], row["id"]) for row in before] == [(row["source"], row["id"]) for row in after]

@@ -3,6 +3,7 @@ of tokenizers, on real ones."""
 
 import contextlib
 import copy
+import itertools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from benchmarks.mask_score.score import CASES
 from sft_play.config.load import config_from_text
 from sft_play.data.masks import sandbox
 from sft_play.data.masks.sandbox import EndlessTemplateError, RenderError
-from sft_play.data.masks.template import ChatTemplate
+from sft_play.data.masks.template import ChatTemplate, row_kind
 from sft_play.errors import TokenizerError
 from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
@@ -151,6 +152,17 @@ def test_what_a_machine_loads_into_every_python_is_not_counted_as_the_templates_
         assert template("{{ messages[0].content * 2000000 }}").render(CHAT) == "hello there" * 2000000
     finally:
         sandbox._end_process()
+
+
+@pytest.mark.parametrize(("answers", "kind"), [
+    (["<think>a</think>b", "c"], "think"), (["c", "<think>a</think>b"], "think"), (["a", "b"], "plain"),
+])  # fmt: skip
+def test_a_row_is_one_of_think_text_if_any_answer_has_some(answers, kind):
+    turns = [
+        [{"role": "user", "content": "q </think>"}, {"role": "assistant", "content": answer}] for answer in answers
+    ]
+    assert row_kind([*itertools.chain(*turns)]) == kind
+    assert row_kind([*turns[0], {"role": "assistant", "content": "d", "reasoning_content": "e"}]) == "think"
 
 
 def test_a_template_is_stopped_in_any_thread(short_limit):
