@@ -23,6 +23,7 @@ from sft_play.data.build.stats import RowStats, TruncationCost, length_remedy
 from sft_play.data.build.survey import RowCounter
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.masks.turns import SENTINEL_PREFIX, MarkedPiece, MarkedText
 from sft_play.data.preview import character_sign, choose_row_indices
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.raw import BadRow
@@ -324,3 +325,25 @@ def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share
     made = splits_of(folder, tokenizer, rows, *words)
     sources = [row["source"] for row in made.train.rows]
     assert (sources.count(0), sources.count(1)) == (chats, max(1, round(chats * share / (1 - share))))
+
+
+@pytest.mark.parametrize(("written", "changed"), [
+    ("{0}", set()), ("{0!j}", set()), ("x", {0}), ("{open}", {0}), ("{open}{1}", {0}),
+])  # fmt: skip
+def test_pieces_that_a_template_changes_or_cuts_off_are_named(written, changed):
+    """`x` in place of the text, the text in JSON, and an end that is cut off, at the end and before another piece."""
+    pieces = [MarkedPiece(0, "content", 'say "lamp"'), MarkedPiece(1, "content", "hall")]
+    begin, end = (f"{SENTINEL_PREFIX}00000{letter}" for letter in "be")
+    other = f"{SENTINEL_PREFIX}00001bhall{SENTINEL_PREFIX}00001e"
+    texts = {"{0}": pieces[0].text, "{0!j}": json.dumps(pieces[0].text)[1:-1], "x": "x"}
+    text = f"{begin}{texts[written]}{end}" if written in texts else f"{begin}lamp" + other * ("1" in written)
+    marked = MarkedText(f"a {text} b", pieces)
+    assert marked.changed_pieces == changed
+    assert marked.gap_spans[-1][1] == len(marked.text)
+
+
+def test_arguments_that_are_encoded_twice_are_changed():
+    begin, end = (f"{SENTINEL_PREFIX}00000{letter}" for letter in "be")
+    for kind, changed in (("content", set()), ("arguments", {0})):
+        piece = MarkedPiece(0, kind, '{"a": "b"}')
+        assert MarkedText(begin + json.dumps(piece.text)[1:-1] + end, [piece]).changed_pieces == changed

@@ -598,3 +598,9 @@ def test_all_files_of_a_run_are_meant(tmp_path):
     path.write_bytes(b"prompt;completion\na;\x81\n")
     with pytest.raises(DataError, match=r"a\.csv, byte 20: neither UTF-8 nor cp1252"):
         pairs_of(path, "cp1252")
+
+
+def test_rows_of_a_table_are_taken_in_slices_by_their_size_one_at_least():
+    sizes = [(0, 5), (tables.SLICE_BYTES, 100), (tables.SLICE_BYTES, 10**6), (4 * tables.SLICE_BYTES, 100)]
+    assert [tables._batch_rows(*size) for size in sizes] == [tables.BATCH_ROWS, 100, tables.BATCH_ROWS, 25]
+    assert tables._batch_rows(10 * tables.SLICE_BYTES, 3) == 1

@@ -364,3 +364,17 @@ def test_xlam_s_queries_are_chats_that_end_in_calls():
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     assert example({**row, "tools": [{"name": "live", "parameters": schema}]}).tools[0]["parameters"] == schema
     assert "answers are no calls of tools" in str(example({**row, "answers": ["Paris", "London"]}))
+
+
+@pytest.mark.parametrize(("odd_rows", "is_known"), [(19, True), (20, False)])
+def test_a_format_is_looked_for_in_the_first_twenty_rows_that_can_be_read(odd_rows, is_known):
+    rows = [
+        BadRow("row 0", "bad"),
+        *(RawRow(f"row {n}", {"odd": n}) for n in range(odd_rows)),
+        RawRow("last", chat("q", "a")),
+    ]
+    if is_known:
+        assert detect_format(iter(rows), DataConfig())[1] is not None
+        return
+    with pytest.raises(DataError, match="row 0: columns found: odd"):
+        detect_format(iter(rows), DataConfig())

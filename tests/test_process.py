@@ -185,6 +185,11 @@ def test_all_problems_of_all_files_are_in_one_report_and_nothing_is_written(run,
         assert part in message, part
     assert "a.jsonl:22:" not in message
     assert not [*run.folder.glob("*.jsonl"), *run.folder.glob(".*.part")]
+    for name in "abe":
+        (tmp_path / "raw" / f"{name}.jsonl").unlink()
+    assert "fix them; nothing was written" in refusal(run)
+    (tmp_path / "raw" / "c.json").unlink()
+    assert "fix it; nothing was written" in refusal(run)
 
 
 def test_what_leaves_no_row_to_train_on_is_refused(run, tmp_path):
