@@ -111,7 +111,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: STEPS=4                  verify-layouts, bench: optimizer steps of each run
 #: WARMUP=5                 bench: steps before those that are measured
 #: ROUNDS=3                 bench: how often each side runs, in turns
-#: PEER=trl                 bench: what to compare with: bare, trl, trl-grouped, trl-cli
+#: PEER=trl                 bench: what to compare with: bare, trl, trl-grouped
 #: PEER_PYTHON=PATH         bench: the Python that has the peer's package
 #: MINUTES=3                gpu-selftest: begin no part after so many; another start with the same OUT continues
 #: FULL=1                   gpu-info: start torch too and ask it what it sees

@@ -10,10 +10,11 @@ since other work on a machine only ever adds to a step.
 """
 
 import contextlib
+import functools
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,13 +62,14 @@ class _Counted(BaseException):
     """The pass is counted, and the run needs nothing more."""
 
 
-def operators_of_layer(folder: Path, overrides: tuple[str, ...]) -> float:
-    """Operators of a layer in a pass of a run as `make train` runs it."""
-    counts = [operators_of_pass(config_of(folder, layers), overrides) for layers in COUNTED_LAYERS]
-    return (counts[1] - counts[0]) / (COUNTED_LAYERS[1] - COUNTED_LAYERS[0])
+def operators_of_layer(folder: Path, count_pass: Callable[[Path], int]) -> float:
+    """Operators of a layer, of those that `count_pass` counts in a pass of a run YAML's model."""
+    fewer, more = (count_pass(config_of(folder, layers)) for layers in COUNTED_LAYERS)
+    return (more - fewer) / (COUNTED_LAYERS[1] - COUNTED_LAYERS[0])
 
 
-def operators_of_pass(config: Path, overrides: tuple[str, ...]) -> int:
+def operators_of_run(config: Path, *, overrides: tuple[str, ...]) -> int:
+    """Operators of a pass of a run as `make train` runs it."""
     from sft_play.config.load import load_config
     from sft_play.launch.request import LaunchRequest
     from sft_play.launch.start import start_run
@@ -89,22 +91,19 @@ def operators_of_pass(config: Path, overrides: tuple[str, ...]) -> int:
     return operators.count
 
 
-def stock_operators_of_layer(folder: Path) -> float:
-    """Operators of a layer with PEFT's adapters in a plain loop, under autocast."""
+def operators_of_stock_peft(config: Path) -> int:
+    """Operators of a pass with PEFT's adapters in a plain loop, under autocast."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    counts: list[int] = []
-    for layers in COUNTED_LAYERS:
-        model = AutoModelForCausalLM.from_pretrained(config_of(folder, layers).parent / "model")
-        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
-        ids = torch.arange(8)[None]
-        with KernelOperators() as operators:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-        counts.append(operators.count)
-    return (counts[1] - counts[0]) / (COUNTED_LAYERS[1] - COUNTED_LAYERS[0])
+    base = AutoModelForCausalLM.from_pretrained(config.parent / "model")
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    ids, operators = torch.arange(8)[None], KernelOperators()
+    with operators:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return operators.count
 
 
 def config_of(folder: Path, layers: int) -> Path:
@@ -132,8 +131,11 @@ def seconds(config: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sft-play-host-") as name:
         folder = Path(name)
-        operators = {mode: operators_of_layer(folder, words) for mode, words in COUNTED.items()}
-        operators["stock peft"] = stock_operators_of_layer(folder)
+        operators = {
+            mode: operators_of_layer(folder, functools.partial(operators_of_run, overrides=words))
+            for mode, words in COUNTED.items()
+        }
+        operators["stock peft"] = operators_of_layer(folder, operators_of_stock_peft)
         print(*(f"{mode}: {count:g} operators a layer" for mode, count in operators.items()), sep="\n")
         measured = dict(seconds(config_of(folder, TIMED_LAYERS)))
         print(*(f"ours / {peer}: {one['ratio']:.2f} of its seconds" for peer, one in measured.items()), sep="\n")

@@ -35,10 +35,18 @@ PACKAGE = "sft_play"
 SECONDS_MORE = 60.0
 """What a mutant's tests may take beyond five times what they take without it."""
 
-OTHER_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {ast.Lt: (ast.LtE, ast.GtE)}
-OTHER_COMPARISON |= {ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt)}
-OTHER_COMPARISON |= {ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,)}
-OTHER_COMPARISON |= {ast.In: (ast.NotIn,), ast.NotIn: (ast.In,)}
+OTHER_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
 """The boundary and the opposite of each comparison."""
 OTHER_OPERATOR = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Mod: ast.FloorDiv}
 OTHER_OPERATOR |= {ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
@@ -274,9 +282,11 @@ class Baseline:
         """Tests as pytest names them, of the names that coverage has for them: `tests.test_x.TestY.test_z`."""
         stem = f"{self.file.removesuffix('.py')}."
         names = sorted({context.partition(stem)[2].replace(".", "::") for context in contexts if context})
-        if contexts and not all(names):
-            names = []  # outside of a test alone, or a test of another module
-        return [f"tests/{self.file}::{name}" for name in names] or [f"tests/{self.file}"] * bool(contexts)
+        if not contexts:
+            return []
+        if not names or not all(names):  # outside of tests alone, or in a test of another module
+            return [f"tests/{self.file}"]
+        return [f"tests/{self.file}::{name}" for name in names]
 
 
 def statement_lines(mutant: Mutant, source: bytes) -> range:
@@ -375,9 +385,11 @@ def all_mutants() -> list[Mutant]:
 
 
 def _is_code(mutant: Mutant) -> bool:
-    with contextlib.suppress(SyntaxError):
-        return bool(ast.parse(mutant.apply((ROOT / mutant.path).read_bytes())))
-    return False
+    try:
+        ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
+    except SyntaxError:
+        return False
+    return True
 
 
 def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def importing() -> Iterator[None]:
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
     """Leave what exists out of the collections of garbage while open: a model's modules and a
-    trainer's rows make each of them longer, and none of it ends before the block does."""
+    trainer's rows make each of them longer, and none of it ends before the block does. At its end
+    all are collected again, those that `importing` left out too: a model that is done is to go."""
     gc.collect()
     gc.freeze()
     try:

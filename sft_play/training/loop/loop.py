@@ -338,10 +338,11 @@ class PlannedLoop(EvaluatedLoop):
 
 
 @contextlib.contextmanager
-def _replaced_module_walks(model: nn.Module, trained: nn.ParameterList) -> Iterator[None]:
+def _replaced_module_walks(model: nn.Module, stepped: nn.ParameterList) -> Iterator[None]:
     """While open, a model's `train` and `zero_grad` go through lists that are made once: all
-    modules, and the parameters that train. The Trainer calls the one in every micro-step and the
-    other in every step, and torch's own visit each module: 8 and 4 ms where there are 3,000."""
+    modules, and the parameters that the optimizer steps. The Trainer calls the one in every
+    micro-step and the other in every step, and torch's own visit each module: 8 and 4 ms where
+    there are 3,000."""
     model.train()
     modules = [*model.modules()]
 
@@ -351,7 +352,7 @@ def _replaced_module_walks(model: nn.Module, trained: nn.ParameterList) -> Itera
             type(model).train(model, mode)
         return model
 
-    model.train, model.zero_grad = train, trained.zero_grad
+    model.train, model.zero_grad = train, stepped.zero_grad
     try:
         yield
     finally:
