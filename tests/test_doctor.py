@@ -437,7 +437,17 @@ def test_two_nodes_on_loopback_reduce_together(world):
 def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
     """Rank 1 is held by SIGSTOP as soon as it is there; the limit comes once rank 0 waits for it."""
     held: list[psutil.Process] = []
-    before = set(psutil.Process().children(recursive=True))
+    mark = str(world)
+
+    def started() -> list[psutil.Process]:
+        """This check's processes, orphans too. Children of this process would not do: the one that forks for all
+        tests (warm.py) may be among them."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("CHECK_OF") == mark:
+                    found.append(process)
+        return found
 
     class Launcher(subprocess.Popen):  # type: ignore[type-arg]
         def wait(self, timeout: float | None = None) -> int:
@@ -455,7 +465,7 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
 
     def hold() -> None:
         for _ in range(600):
-            for child in psutil.Process().children(recursive=True):
+            for child in started():
                 with contextlib.suppress(psutil.Error):
                     if child.environ().get("RANK") == "1":
                         child.send_signal(signal.SIGSTOP)
@@ -465,14 +475,14 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    got = doctor.run_all_reduce(CPU, LaunchOptions(), limit_s=120, environment=WITHOUT_GPUS)
+    environment = {**WITHOUT_GPUS, "CHECK_OF": mark}
+    got = doctor.run_all_reduce(CPU, LaunchOptions(), limit_s=120, environment=environment)
     thread.join(timeout=30)
     found = doctor.judge_all_reduce(got, ON_CPU, NodeSetup())
     assert found.verdict == "FAIL"
     assert re.search(r"120 s: .*rank 1 (never started|has not reached its device|is waiting to join)", found.found)
     wait_for(lambda: not is_alive(held[0].pid), within_s=10)
-    started = set(psutil.Process().children(recursive=True)) - before
-    assert not [child for child in started if is_alive(child.pid)]
+    wait_for(lambda: not any(is_alive(process.pid) for process in started()), within_s=10)
 
 
 @pytest.mark.build
