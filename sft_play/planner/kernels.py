@@ -407,6 +407,24 @@ def plan_kernels(
     )
 
 
+# --- adapters -------------------------------------------------------------------------------------
+def groups_adapters(config: RunConfig, precision: Precision, layout: Layout) -> bool:
+    """True if LoRA layers that read one input train by one function
+    (`training.model.grouped_adapters`), where a run has proven it for the class. Compiled blocks
+    fuse PEFT's own operators; ranks that divide weights replace the same layers."""
+    tuning = config.tuning
+    return (
+        tuning.mode != "full"
+        and tuning.backend == "bnb"
+        and config.train.kernels != "none"
+        and not config.train.compile
+        and layout.name in ("single", "ddp")
+        and not (tuning.lora.use_dora or tuning.lora.dropout)
+        # autocast casts a base in another dtype in each pass
+        and (tuning.mode == "qlora" or precision.load == precision.compute)
+    )
+
+
 # --- experts --------------------------------------------------------------------------------------
 # Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every
 # token, which only pays for single tokens of generation; `deepgemm` and `sonicmoe` load kernels

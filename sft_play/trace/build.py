@@ -154,12 +154,15 @@ PARAMETER_FIELDS = (
 )
 
 
-def wrap_dequantize(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """PEFT's `dequantize_module_weight` (DoRA needs a layer's norm), which also knows the fake."""
+def wrap_dequantize(
+    original: Callable[[Any], Any], *, is_backward: bool = False
+) -> Callable[[Any], Any]:
+    """What dequantises a layer's weight (PEFT's for the norms of DoRA, that of grouped adapters),
+    which also knows the fake."""
 
     def dequantize(module: Any) -> Any:
         if isinstance(module, fake_nf4_class()):
-            return module.dequantised(module.quantised_from)
+            return module.dequantised(module.quantised_from, is_backward=is_backward)
         return original(module)
 
     return dequantize

@@ -32,7 +32,7 @@ from sft_play.models.config_json import (
 from sft_play.models.families import UnknownArchitecture
 from sft_play.models.shape import ModelShape
 from sft_play.planner.candidates import Candidate
-from sft_play.planner.kernels import plan_experts, plan_kernels
+from sft_play.planner.kernels import groups_adapters, plan_experts, plan_kernels
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.step_memory import (
     BlockMode,
@@ -151,6 +151,7 @@ def step_settings(
         weights=precision.load,
         autocast=half_dtype,
         adapters=None if is_full else adapter_dtype(config, precision),
+        groups_adapters=groups_adapters(config, precision, layout),
         quant_compute=precision.compute,
         quant_experts=config.tuning.has_quantized_experts,
         quant_storage=precision.compute if is_fsdp else "uint8",

@@ -6,7 +6,7 @@ instead of giving a wrong number.
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ class TraceState:
 
     settings: StepSettings
     log: StorageLog
+    # Linear layers of a block that read one input, where adapters train in groups.
+    shared_inputs: Sequence[tuple[str, ...]] = ()
     is_evaluating: bool = False
 
     @property
@@ -447,6 +449,13 @@ PATCHES: list[Patch] = [
             "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake"
             " tensors",
             lambda original, state: build.wrap_dequantize(original),
+        ),
+        Patch(
+            "weights of NF4 fakes in groups",
+            "sft_play.training.model.grouped_adapters:base_weight",
+            "base",
+            "bitsandbytes' operator refuses fake tensors",
+            lambda original, state: build.wrap_dequantize(original, is_backward=True),
         ),
     ),
     *conditional_patches(

@@ -51,6 +51,9 @@ class StepSettings:
     # LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do unless
     # they are told.
     casts_inputs: bool = False
+    # LoRA layers train in groups (training/model/grouped_adapters.py), as this toolkit's do where
+    # one rank holds whole weights.
+    groups_adapters: bool = False
     double_quant: bool = True
     quant_compute: DtypeName = "bfloat16"
     quant_storage: str = "uint8"

@@ -26,6 +26,11 @@ from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
 from sft_play.training.model import attention_functions
+from sft_play.training.model.grouped_adapters import (
+    GroupedAdapters,
+    find_shared_inputs,
+    group_adapters,
+)
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
@@ -79,10 +84,13 @@ def trace_context(
     log = loop_class.log_class(
         workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu)
     )
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
+    if settings.groups_adapters:
+        shared_inputs = find_shared_inputs(build.language_model_config(settings))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet_process())
         stack.enter_context(_convert_library_errors())
-        state = patches.TraceState(settings, log)
+        state = patches.TraceState(settings, log, shared_inputs)
         log.is_padded = lambda: state.active_mask == "padded"
         stack.enter_context(patches.install_patches(state))
         stack.enter_context(attention_functions.kv_repetition(enabled=settings.repeats_kv))
@@ -106,6 +114,7 @@ class TracedLoop:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
     log_class = StorageLog
+    grouped_adapters: GroupedAdapters | None = None
 
     def __init__(self, state: patches.TraceState, mesh: Any) -> None:
         self.settings, self.log, self.state, self.mesh = state.settings, state.log, state, mesh
@@ -121,6 +130,8 @@ class TracedLoop:
         log.record_alloc(workspace)  # the thread that runs forward
         optimizer = self.create_optimizer(model)
         for step in range(settings.optimizer_steps):
+            if self.grouped_adapters is not None:
+                self.grouped_adapters.refresh_copies()
             for micro_step in range(settings.grad_accum):
                 log.start_phase("forward", step)
                 with self.gradient_sync(model, micro_step == settings.grad_accum - 1):
@@ -142,6 +153,9 @@ class TracedLoop:
         if not _is_sharded(self.settings):
             model = build.load_skeleton(skeleton, self.settings)
             base = build.base_model(model)
+            if self.settings.groups_adapters:
+                dtype = getattr(torch, self.settings.autocast or self.settings.weights)
+                self.grouped_adapters = group_adapters(base, self.state.shared_inputs, dtype=dtype)
             # what a class computes its buffers to be, where tensors are real: some look up rows of
             # tables by them
             with self.log.hide_allocations():

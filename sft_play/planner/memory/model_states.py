@@ -84,6 +84,11 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     return sum(rows * columns * count for rows, columns, count in _lora_factors(shape, lora))
 
 
+def linear_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
+    """LoRA parameters of one block's linear layers, without those of stacked experts."""
+    return sum(rows * columns for rows, columns in _linear_lora_factors(kind.linears, (), lora))
+
+
 def block_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
     """LoRA parameters of one block."""
     return sum(
@@ -289,10 +294,15 @@ class ResidentBytes:
 
 
 def resident_bytes(
-    config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout
+    config: RunConfig,
+    shape: ModelShape,
+    element_bytes: ElementBytes,
+    layout: Layout,
+    *,
+    groups_adapters: bool = False,
 ) -> ResidentBytes:
     """Weights with the class's buffers, adapters, gradients and states of one rank under its
-    layout."""
+    layout; `groups_adapters`: with the copies that groups of adapters compute with."""
     mode, optim, itemsize = config.tuning.mode, config.train.optim, element_bytes.weights
     is_full, is_nf4 = mode == "full", mode == "qlora"
     parameters = trained_parameters(config, shape, element_bytes)
@@ -329,6 +339,11 @@ def resident_bytes(
         held_bytes += _segment_remainders(shape, parameters.itemsize)
     # PEFT keeps the rows that were there, too
     adapter_bytes = held_bytes + parameters.new_token_params * itemsize
+    if groups_adapters:
+        copied_params = sum(
+            kind.count * linear_adapter_params(kind, config.tuning.lora) for kind in shape.layers
+        )
+        adapter_bytes += copied_params * (element_bytes.autocast or itemsize)
     return ResidentBytes(
         weights=frozen_bytes + buffer_bytes + held_bytes * is_full,
         adapters=adapter_bytes * (not is_full),

@@ -13,6 +13,7 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner.kernels import (
     GROUPED_MM_MIN_CAPABILITY,
     AttentionName,
+    groups_adapters,
     plan_experts,
     plan_kernels,
 )
@@ -142,7 +143,10 @@ class StepMemorySimulation:
         self.rank_parameters = tensor_parallel_parameters(
             config, shape, self.trained_parameters, layout.tensor_parallel
         )
-        self.resident = resident_bytes(config, shape, loaded_element_bytes, layout)
+        self.groups_adapters = not step.casts_inputs and groups_adapters(config, precision, layout)
+        self.resident = resident_bytes(
+            config, shape, loaded_element_bytes, layout, groups_adapters=self.groups_adapters
+        )
         self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
         # modules see what is gathered, adapters included
@@ -213,6 +217,7 @@ class StepMemorySimulation:
             "lora_dropout": lora.dropout,
             "uses_dora": lora.use_dora,
             "casts_inputs": step.casts_inputs,
+            "groups_adapters": self.groups_adapters,
             "one_by_one": step.one_by_one,
             "uses_eager_experts": uses_eager_experts,
             "element_bytes": self.element_bytes,

@@ -117,6 +117,8 @@ class BlockSpec:
     uses_dora: bool = False
     # LoRA layers cast their inputs to the adapters' dtype under autocast too.
     casts_inputs: bool = False
+    # LoRA layers train in groups (training/model/grouped_adapters.py), not by PEFT's forward.
+    groups_adapters: bool = False
     # What Liger's kernels replace; None: nothing.
     liger: ReplacedOperations | None = None
     element_bytes: ElementBytes = field(default_factory=ElementBytes)

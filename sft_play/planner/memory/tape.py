@@ -549,6 +549,8 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
     spec = block.linears[role]
     if not spec.rank:
         return _base_linear(block, x, role, spec)
+    if block.spec.groups_adapters:
+        return _grouped_linear(block, x, spec)
     if block.spec.is_nf4:
         return _adapted_nf4_linear(block, x, role, spec)
     # peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for
@@ -609,6 +611,43 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
     block.tape.meter.add_transient(dequantised + out_elements * x.itemsize)
     out = block.tape.op((x,), out_elements, x.itemsize, backward=backward, holds_weight=True)
     return block.to(out, input_itemsize)  # Linear4bit.forward returns its input's dtype
+
+
+def _grouped_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef:
+    """A layer of a group (training/model/grouped_adapters.py): the adapter adds to the base's
+    output where it lies. Held are x and x A^T; factors are copies that stay."""
+    x = block.to_autocast(x)
+    size, e, rows = x.elements, x.itemsize, x.elements // spec.inputs
+    dequantised, absmax = spec.elements * e * block.spec.is_nf4, 0
+    if block.spec.is_nf4:
+        absmax = 4 * math.ceil(spec.elements / NF4_BLOCK)
+    low_rank = block.tape.new(rows * spec.rank, e)
+    block.tape.meter.add_transient(dequantised + 2 * absmax)
+    block.tape.meter.add_transient(dequantised + rows * spec.outputs * e)
+    adapter_params = spec.rank * (spec.inputs + spec.outputs)
+    needs_gradient = x.node is not None
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        low_gradient = tape.new(rows * spec.rank, e)
+        factor_gradients = tape.new(adapter_params, e)
+        out = None
+        if needs_gradient:
+            tape.meter.add_transient(dequantised + absmax, dequantised=dequantised)
+            out = tape.new(size, e)
+            tape.meter.add_transient(dequantised, dequantised=dequantised)
+        block.keep_gradient(tape.cast(factor_gradients, block.spec.element_bytes.adapters))
+        del low_gradient, factor_gradients
+        return (out,)
+
+    return block.tape.op(
+        (x,),
+        rows * spec.outputs,
+        e,
+        saved=(x, low_rank),
+        backward=backward,
+        holds_weight=True,
+        trains_weight=True,
+    )
 
 
 def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:

@@ -1,5 +1,5 @@
 """Code in place of the model's own, used where it is measured to compute the same: PyTorch's varlen
-kernel, Liger's kernels, compiled blocks.
+kernel, Liger's kernels, compiled blocks, LoRA layers in groups.
 
 Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be
 further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call for each
@@ -23,13 +23,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.machine.software import LIGER_PACKAGE
-from sft_play.planner.kernels import LIGER_VERSION
+from sft_play.planner.kernels import LIGER_VERSION, groups_adapters
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
 from sft_play.training.class_checks.small_model import (
@@ -39,7 +40,8 @@ from sft_play.training.class_checks.small_model import (
     small_config,
     small_model,
 )
-from sft_play.training.model import attention_functions
+from sft_play.training.model import attention_functions, grouped_adapters
+from sft_play.training.model.grouped_adapters import GroupedAdapters
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers
 
 logger = logging.getLogger(__name__)
@@ -110,32 +112,30 @@ def check_replaced_code(
     device: torch.device,
     dtype: torch.dtype,
     packed: bool = False,
+    prepare: Callable[[Any], Any] = lambda model: model,
 ) -> ClassCheck:
     """How far other code is from the plain code on a small model of each config, the worst of them.
     `replace` puts it into models for as long as its context is open; `packed`: in 16 bits rows lie
     one behind the other, told apart by boundaries, for which attention has no kernel in fp32: there
-    they are padded ones."""
+    they are padded ones. `prepare` makes of a model the one that is run, under autocast in 16
+    bits where it has made fp32 parameters."""
     differences, ratios, generator = [], [0.0], np.random.default_rng(1)
     packs = [pack_row([generator.integers(3, VOCABULARY_SIZE, size=_LENGTH)]) for _ in range(_ROWS)]
     rows = [{"input_ids": pack["input_ids"], "labels": pack["labels"]} for pack in packs]
 
     def compute(model: Any, flat: bool) -> TensorList:
-        outputs = run_model(model, packs if flat else rows, flat=flat, uses_masks=False)
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        with torch.autocast(device.type, dtype, enabled=len(dtypes) > 1):
+            outputs = run_model(model, packs if flat else rows, flat=flat, uses_masks=False)
         return [outputs.logits, *outputs.weight_gradients]
 
     for config in small_configs:
         with torch.random.fork_rng(devices=[]):
-            model = small_model(
-                config, "sdpa" if packed else attention, trust_remote_code=False
-            ).to(device)
-            variants = [(model, False)]
+            model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False)
+            variants = [(prepare(model.to(device)), False)]
             if dtype != torch.float32:
-                variants.append(
-                    (
-                        small_model(config, attention, trust_remote_code=False).to(device, dtype),
-                        packed,
-                    )
-                )
+                model = small_model(config, attention, trust_remote_code=False)
+                variants.append((prepare(model.to(device, dtype)), packed))
             reference, *reference_half = (compute(*variant) for variant in variants)
             with replace([model for model, _ in variants]):
                 replaced, *replaced_half = (compute(*variant) for variant in variants)
@@ -572,3 +572,86 @@ def _dynamo_counts() -> tuple[int, int]:
         count for name, count in counters["unimplemented"].items() if "limit exceeded" in name
     )
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()) + limit_breaks
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA layers that train in groups, by fewer operators than PEFT's (training/model/
+# grouped_adapters.py), where they compute what PEFT's compute.
+
+# Rank of the adapters on a small model.
+_TRIED_RANK = 4
+
+
+def activate_grouped_adapters(
+    model: Any, config: RunConfig, plan: Plan, *, device: torch.device
+) -> GroupedAdapters | None:
+    """Let the LoRA layers of a PEFT model train in groups, if the plan counts on it and they are
+    proven; None where PEFT's forward stays. All ranks do the same."""
+    if not groups_adapters(config, plan.precision, plan.choice.layout):
+        return None
+    base = model.get_base_model()
+    class_check, reason = all_ranks_agree(
+        lambda: _compare_on_small_models(
+            check_grouped_adapters,
+            base,
+            plan,
+            device=device,
+            problem="a small model of this class trains otherwise with adapters in groups",
+        )
+    )
+    grouped = None
+    if class_check is not None:
+        grouped = grouped_adapters.group_adapters(
+            base,
+            grouped_adapters.find_shared_inputs(base.config),
+            dtype=getattr(torch, plan.precision.compute),
+        )
+    if grouped is None:
+        logger.debug("Adapters: PEFT's forward runs: %s", reason or "no layer is a plain one")
+        return None
+    logger.debug(
+        "Adapters: %d layers train in %d groups (on a small model of this class: %s)",
+        sum(len(group.layers) for group in grouped.groups),
+        len(grouped.groups),
+        class_check.figures_text if class_check is not None else "",
+    )
+    return grouped
+
+
+def check_grouped_adapters(
+    hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype
+) -> ClassCheck:
+    """How far adapters in groups are from PEFT's own, in logits and in their gradients."""
+    shared_inputs = grouped_adapters.find_shared_inputs(hf_config)
+
+    @contextlib.contextmanager
+    def group(models: Sequence[Any]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for model, model_dtype in zip(models, (torch.float32, dtype), strict=False):
+                grouped = grouped_adapters.group_adapters(model, shared_inputs, dtype=model_dtype)
+                if grouped is None:
+                    raise ValueError("its layers take no plain adapter")
+                grouped.refresh_copies()
+                stack.callback(grouped.remove)
+            yield
+
+    return check_replaced_code(
+        [small_config(hf_config)],
+        group,
+        attention=attention,
+        device=device,
+        dtype=dtype,
+        prepare=_with_adapters,
+    )
+
+
+def _with_adapters(model: Any) -> Any:
+    # on all linear layers of blocks; B is random, since a gradient of A from zeros says nothing
+    adapters = LoraConfig(target_modules="all-linear", r=_TRIED_RANK, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, adapters)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / _TRIED_RANK)
+    return adapted

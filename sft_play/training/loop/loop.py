@@ -41,6 +41,7 @@ from sft_play.training.loop.rows import (
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
+from sft_play.training.model.grouped_adapters import GroupedAdapters
 
 
 class PlannedLoop(EvaluatedLoop):
@@ -54,6 +55,8 @@ class PlannedLoop(EvaluatedLoop):
     upstream: type[Trainer] = Trainer
     # What the model computes norms, gated activations and rotations with.
     kernels = ActiveKernels()
+    # LoRA layers that train in groups; None: by PEFT's own forward.
+    grouped_adapters: GroupedAdapters | None = None
     # Micro-steps after which ranks reduce gradients, where the Trainer would after each.
     micro_steps_per_reduction = 1
 
@@ -279,6 +282,8 @@ class PlannedLoop(EvaluatedLoop):
         self.current_gradient_accumulation_steps = self._micro_steps
         self._tokens_seen = self._tokens_seen + count_tokens(inputs)
         self._monitor.count_batch(inputs, ignored_label=IGNORED)
+        if not self._micro_step:
+            self.refresh_adapter_copies()
         self._micro_step += 1
         defers_reduction = (
             self._micro_step % self.micro_steps_per_reduction
@@ -296,6 +301,11 @@ class PlannedLoop(EvaluatedLoop):
             ranks = self.args.world_size // self._layout.tensor_parallel
             self._monitor.add(loss=loss.detach() * step_tokens / ranks)
         return loss
+
+    def refresh_adapter_copies(self) -> None:
+        """Let the passes of a step read the adapters as they are now."""
+        if self.grouped_adapters is not None:
+            self.grouped_adapters.refresh_copies()
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Forward and backward pass of a micro-step, not counted."""

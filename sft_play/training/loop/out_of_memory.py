@@ -219,6 +219,7 @@ class StepMemory(TrainerCallback):
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         batch = self._collate(rows_by_rank[rank])
         trainer.current_gradient_accumulation_steps = 1  # the Trainer sets it in a step
+        trainer.refresh_adapter_copies()
         trainer.compute_micro_step(
             trainer.model_wrapped, batch, torch.tensor(batch["labels"].numel(), device=device)
         )

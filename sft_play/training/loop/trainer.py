@@ -30,6 +30,7 @@ from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
 from sft_play.training.class_checks.adapter_trial import freeze_parameters
 from sft_play.training.class_checks.replaced_code import (
+    activate_grouped_adapters,
     activate_kernels,
     compile_blocks,
     verify_varlen_kernel,
@@ -411,6 +412,9 @@ def load_trainer(
     # comes last: only whole tensors can be filled
     _divide_weights(trainer, job, model_spec, source)
     if prepared.trains_adapter:
+        trainer.grouped_adapters = activate_grouped_adapters(
+            trainer.model, config, plan, device=arguments.device
+        )
         adapters.freeze_pissa_half(
             trainer.model,
             config.tuning.lora,
