@@ -134,6 +134,8 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     from sft_play.training.loop.trainer import checkpoint_first_layers
 
     args, model = trainer.args, trainer.model
+    if trainer.grouped_adapters is not None:
+        trainer.grouped_adapters.remove()  # PEFT's own, as a plain loop has them
     if args.fp16:
         raise ConfigError("PEER=bare has no loss scaling, and this run computes in fp16; use bf16, or another PEER")
     if plan.choice.checkpointed_layers:

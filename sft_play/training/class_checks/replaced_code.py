@@ -131,9 +131,11 @@ def check_replaced_code(
 
     for config in small_configs:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # all ranks and runs compare the same models
             model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False)
             variants = [(prepare(model.to(device)), False)]
             if dtype != torch.float32:
+                torch.manual_seed(0)
                 model = small_model(config, attention, trust_remote_code=False)
                 variants.append((prepare(model.to(device, dtype)), packed))
             reference, *reference_half = (compute(*variant) for variant in variants)

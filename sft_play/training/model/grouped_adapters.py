@@ -27,6 +27,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.training.class_checks.adapter_trial import wildcard_name
@@ -100,6 +101,9 @@ class GroupedAdapters:
         self.groups = groups
         self._copies: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
+        # the copies of A that a scale is multiplied into
+        self._scaled: list[torch.Tensor] = []
+        self._scales: list[float] = []
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
@@ -109,7 +113,12 @@ class GroupedAdapters:
             for group in self.groups:
                 self._copies += group.create_copies()
                 self._parameters += group.factors
+                if group.scale != 1:
+                    self._scaled.append(group.a)
+                    self._scales.append(group.scale)
         torch._foreach_copy_(self._copies, self._parameters)
+        if self._scaled:
+            torch._foreach_mul_(self._scaled, self._scales)
 
     def remove(self) -> None:
         """Let PEFT's own forward run again."""
@@ -126,10 +135,12 @@ def group_adapters(
     groups: list[AdapterGroup] = []
     group_by_path = {path: paths for paths in shared_inputs for path in paths}
     for siblings in _sibling_layers(model, LoraLayer):
-        layers_by_group: dict[SharedInput, list[Any]] = {}
+        layers_by_group: dict[tuple[SharedInput, float], list[Any]] = {}
         for path, layer in siblings:
             if _can_group(layer, dtype):
-                layers_by_group.setdefault(group_by_path.get(path, (path,)), []).append(layer)
+                scale = layer.scaling[layer.active_adapters[0]]
+                key = group_by_path.get(path, (path,)), scale
+                layers_by_group.setdefault(key, []).append(layer)
         groups += [AdapterGroup(layers, dtype) for layers in layers_by_group.values()]
     return GroupedAdapters(groups) if groups else None
 
@@ -166,62 +177,69 @@ class _PendingOutputs:
 
 
 class AdapterGroup:
-    """LoRA layers that read one input. The first that is called computes all outputs, and the
-    others take theirs."""
+    """LoRA layers that read one input, of one scale. The first that is called computes all outputs,
+    and the others take theirs."""
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         self.layers, self.dtype = layers, dtype
         self.bases = [layer.get_base_layer() for layer in layers]
-        names = [layer.active_adapters[0] for layer in layers]
-        named_layers = list(zip(layers, names, strict=True))
-        self.scales = [layer.scaling[name] for layer, name in named_layers]
-        factors_a = [layer.lora_A[name].weight for layer, name in named_layers]
-        factors_b = [layer.lora_B[name].weight for layer, name in named_layers]
+        name = layers[0].active_adapters[0]
+        self.scale = layers[0].scaling[name]
+        factors_a = [layer.lora_A[name].weight for layer in layers]
+        factors_b = [layer.lora_B[name].weight for layer in layers]
         self.ranks = [len(factor) for factor in factors_a]
         # PEFT's parameters: A of each layer, [r, i], then B of each, [o, r]
         self.factors = [*factors_a, *factors_b]
-        # Copies of all A, [R, i], and of each B.
-        self.a: torch.Tensor
-        self.b: Sequence[torch.Tensor]
+        self.parameters = sum(factor.numel() for factor in self.factors)
+        self.a_shape = (sum(self.ranks), factors_a[0].shape[1])
+        # Copies of all A times the scale, [R, i], and of each B; none before the first step.
+        self.a = torch.empty(0)
+        self.b: Sequence[torch.Tensor] = ()
         self._pending: _PendingOutputs | None = None
         for place, layer in enumerate(layers):
             layer.forward = partial(self._forward, place)
 
     def create_copies(self) -> list[torch.Tensor]:
         """Create the copies, parts of one tensor, and return them as `factors` has them."""
-        copies = self.split_factors(self.factors[0].new_empty(self.parameters, dtype=self.dtype))
-        layers = len(self.layers)
-        self.a = _joined_rows(copies[:layers])
-        self.b = copies[layers:]
+        flat = self.factors[0].new_empty(self.parameters, dtype=self.dtype)
+        copies = self.split_factors(flat)
+        self.a, self.b = self.joined_a(flat), copies[len(self.layers) :]
         return copies
-
-    @property
-    def parameters(self) -> int:
-        """The number of trained parameters."""
-        return sum(factor.numel() for factor in self.factors)
 
     def split_factors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of one tensor in the shapes of `factors`."""
-        parts = flat.split([factor.numel() for factor in self.factors])
-        return [part.view(factor.shape) for part, factor in zip(parts, self.factors, strict=True)]
+        return list(_unflatten_dense_tensors(flat, self.factors))
+
+    def joined_a(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of all A in one tensor of all factors, [R, i]."""
+        return flat.as_strided(self.a_shape, (self.a_shape[1], 1))
+
+    def split_ranks(self, low_rank: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of each layer's part of [T, R]."""
+        if len(self.ranks) == 1:
+            return (low_rank,)
+        return torch.split_with_sizes(low_rank, self.ranks, dim=1)
 
     def _forward(self, place: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        layer = self.layers[place]
-        if args or options or not self._takes(layer, x):
-            return type(layer).forward(layer, x, *args, **options)
         pending = self._pending
         if pending is None or pending.x is not x or place not in pending.outputs:
+            layer = self.layers[place]
+            if args or options or not self._takes(layer, x):
+                return type(layer).forward(layer, x, *args, **options)
             outputs = _GroupedProducts.apply(x.to(self.dtype), self, *self.factors)
+            if len(outputs) == 1:
+                return outputs[0]
             pending = self._pending = _PendingOutputs(x, dict(enumerate(outputs)))
         output = pending.outputs.pop(place)
         if not pending.outputs:
             self._pending = None
         return output
 
-    # PEFT's forward computes everything but training passes in the dtype of the copies.
+    # PEFT's forward computes all but training passes in the dtype of the copies.
     def _takes(self, layer: Any, x: torch.Tensor) -> bool:
         return (
-            torch.is_grad_enabled()
+            bool(self.b)
+            and torch.is_grad_enabled()
             and not layer.disable_adapters
             and not layer.merged_adapters
             and (x.dtype is self.dtype or torch.is_autocast_enabled(x.device.type))
@@ -233,13 +251,6 @@ def base_weight(base: Any) -> torch.Tensor:
     return base.weight if type(base) is nn.Linear else dequantize_bnb_weight(base.weight)
 
 
-def _joined_rows(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    # of matrices that lie one after the other in one tensor
-    first = matrices[0]
-    rows = sum(len(matrix) for matrix in matrices)
-    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
-
-
 class _GroupedProducts(torch.autograd.Function):
     """The outputs of a group's layers, [..., o] each, of x, [..., i] in the group's dtype. The
     factors are arguments so that autograd brings them their gradients."""
@@ -249,52 +260,46 @@ class _GroupedProducts(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: AdapterGroup, *factors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1])
-        low_rank = rows @ group.a.T  # [T, R]
+        low_rank = torch.mm(rows, group.a.t())  # [T, R]
         outputs = []
-        for base, b, scale, part in zip(
-            group.bases, group.b, group.scales, low_rank.split(group.ranks, dim=1), strict=True
-        ):
-            output = base(x)
-            output.view(len(rows), -1).addmm_(part, b.T, alpha=scale)
+        for base, b, part in zip(group.bases, group.b, group.split_ranks(low_rank), strict=True):
+            output = base.forward(x)
+            output.view(-1, len(b)).addmm_(part, b.t())
             outputs.append(output)
-        ctx.group = group
-        ctx.save_for_backward(x, low_rank)
+        ctx.group, ctx.shape = group, x.shape
+        ctx.save_for_backward(rows, low_rank)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group: AdapterGroup = ctx.group
-        x, low_rank = ctx.saved_tensors
-        rows = x.reshape(-1, x.shape[-1])
+        rows, low_rank = ctx.saved_tensors
+        needs_x_gradient = ctx.needs_input_grad[0]
         low_gradient = torch.empty_like(low_rank)
-        flat = x.new_empty(group.parameters)
-        factor_gradients = group.split_factors(flat)
-        layers = len(group.layers)
+        flat = rows.new_empty(group.parameters)
         x_gradient = None
-        for base, b, b_gradient, scale, gradient, part, part_gradient in zip(
+        for base, b, b_gradient, gradient, part, part_gradient in zip(
             group.bases,
             group.b,
-            factor_gradients[layers:],
-            group.scales,
+            group.split_factors(flat)[len(group.layers) :],
             output_gradients,
-            low_rank.split(group.ranks, dim=1),
-            low_gradient.split(group.ranks, dim=1),
+            group.split_ranks(low_rank),
+            group.split_ranks(low_gradient),
             strict=True,
         ):
-            # beta=0: what the tensors hold is not read
-            gradient = gradient.reshape(len(rows), -1)
-            b_gradient.addmm_(gradient.T, part, beta=0, alpha=scale)
-            part_gradient.addmm_(gradient, b, beta=0, alpha=scale)
-            if ctx.needs_input_grad[0]:
-                weight = base_weight(base).to(x.dtype)
+            gradient = gradient.reshape(-1, len(b))
+            torch.mm(gradient.t(), part, out=b_gradient)
+            torch.mm(gradient, b, out=part_gradient)
+            if needs_x_gradient:
+                weight = base_weight(base).to(rows.dtype)
                 if x_gradient is None:
-                    x_gradient = gradient @ weight
+                    x_gradient = torch.mm(gradient, weight)
                 else:
                     x_gradient.addmm_(gradient, weight)
                 del weight
-        torch.mm(low_gradient.T, rows, out=_joined_rows(factor_gradients[:layers]))
+        # beta=0: what the tensor holds is not read
+        group.joined_a(flat).addmm_(low_gradient.t(), rows, beta=0, alpha=group.scale)
         if x_gradient is not None:
-            x_gradient = x_gradient.addmm_(low_gradient, group.a).view(x.shape)
+            x_gradient = x_gradient.addmm_(low_gradient, group.a).view(ctx.shape)
         # one cast for all
-        factor_gradients = group.split_factors(flat.to(group.factors[0].dtype))
-        return (x_gradient, None, *factor_gradients)
+        return (x_gradient, None, *group.split_factors(flat.to(group.factors[0].dtype)))
