@@ -135,7 +135,9 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
 
     args, model = trainer.args, trainer.model
     if trainer.grouped_adapters is not None:
-        trainer.grouped_adapters.remove()  # PEFT's own, as a plain loop has them
+        trainer.grouped_adapters.remove()
+    for module in model.modules():  # PEFT's adapters as a plain loop has them
+        vars(module).pop("cast_input_dtype_enabled", None)
     if args.fp16:
         raise ConfigError("PEER=bare has no loss scaling, and this run computes in fp16; use bf16, or another PEER")
     if plan.choice.checkpointed_layers:

@@ -155,15 +155,15 @@ PARAMETER_FIELDS = (
 
 
 def wrap_dequantize(
-    original: Callable[[Any], Any], *, is_backward: bool = False
-) -> Callable[[Any], Any]:
+    original: Callable[..., Any], *, is_backward: bool = False
+) -> Callable[..., Any]:
     """What dequantises a layer's weight (PEFT's for the norms of DoRA, that of grouped adapters),
     which also knows the fake."""
 
-    def dequantize(module: Any) -> Any:
+    def dequantize(module: Any, *options: Any) -> Any:
         if isinstance(module, fake_nf4_class()):
             return module.dequantised(module.quantised_from, is_backward=is_backward)
-        return original(module)
+        return original(module, *options)
 
     return dequantize
 

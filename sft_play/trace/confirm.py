@@ -398,6 +398,7 @@ class BlockMeter:
             code=self.remote_code,
             loss=shape.loss_name,
             kernels="plain",
+            groups_adapters=groups_adapters(config, precision, step.layout),
             weights=dtypes_by_size[element_bytes.weights],
             eval_mask=(
                 row_mask(has_padding=is_eval_padded, uses_masks=step.masks)

@@ -453,7 +453,7 @@ PATCHES: list[Patch] = [
         Patch(
             "weights of NF4 fakes in groups",
             "sft_play.training.model.grouped_adapters:base_weight",
-            "base",
+            "base dtype",
             "bitsandbytes' operator refuses fake tensors",
             lambda original, state: build.wrap_dequantize(original, is_backward=True),
         ),

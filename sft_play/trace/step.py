@@ -517,6 +517,8 @@ def run_blocks(
         skeleton,
     ):
         model = loop.load_model(skeleton)
+        if loop.grouped_adapters is not None:
+            loop.grouped_adapters.refresh_copies()
         blocks = list(build.find_block_list(build.base_model(model))[1])
         for rows, length in batch_shapes:
             recorder = _BlockRecorder(loop, model, blocks, block_mode)

@@ -16,6 +16,7 @@ import itertools
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -650,7 +651,9 @@ def check_grouped_adapters(
 def _with_adapters(model: Any) -> Any:
     # on all linear layers of blocks; B is random, since a gradient of A from zeros says nothing
     adapters = LoraConfig(target_modules="all-linear", r=_TRIED_RANK, task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, adapters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, of patterns that it adds for a class itself
+        adapted = get_peft_model(model, adapters)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

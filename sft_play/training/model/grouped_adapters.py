@@ -135,11 +135,11 @@ def group_adapters(
     groups: list[AdapterGroup] = []
     group_by_path = {path: paths for paths in shared_inputs for path in paths}
     for siblings in _sibling_layers(model, LoraLayer):
-        layers_by_group: dict[tuple[SharedInput, float], list[Any]] = {}
+        layers_by_group: dict[tuple[Any, float], list[Any]] = {}
         for path, layer in siblings:
             if _can_group(layer, dtype):
-                scale = layer.scaling[layer.active_adapters[0]]
-                key = group_by_path.get(path, (path,)), scale
+                # a layer that shares its input with none is a group of its own
+                key = group_by_path.get(path, layer), layer.scaling[layer.active_adapters[0]]
                 layers_by_group.setdefault(key, []).append(layer)
         groups += [AdapterGroup(layers, dtype) for layers in layers_by_group.values()]
     return GroupedAdapters(groups) if groups else None
@@ -199,16 +199,16 @@ class AdapterGroup:
         for place, layer in enumerate(layers):
             layer.forward = partial(self._forward, place)
 
-    def create_copies(self) -> list[torch.Tensor]:
+    def create_copies(self) -> Sequence[torch.Tensor]:
         """Create the copies, parts of one tensor, and return them as `factors` has them."""
         flat = self.factors[0].new_empty(self.parameters, dtype=self.dtype)
         copies = self.split_factors(flat)
         self.a, self.b = self.joined_a(flat), copies[len(self.layers) :]
         return copies
 
-    def split_factors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def split_factors(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of one tensor in the shapes of `factors`."""
-        return list(_unflatten_dense_tensors(flat, self.factors))
+        return _unflatten_dense_tensors(flat, self.factors)  # type: ignore[no-any-return]
 
     def joined_a(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of all A in one tensor of all factors, [R, i]."""
@@ -246,9 +246,12 @@ class AdapterGroup:
         )
 
 
-def base_weight(base: Any) -> torch.Tensor:
+def base_weight(base: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of a frozen linear layer, [o, i], dequantised where it is stored in NF4."""
-    return base.weight if type(base) is nn.Linear else dequantize_bnb_weight(base.weight)
+    weight = base.weight
+    if weight.dtype is dtype:
+        return weight  # type: ignore[no-any-return]
+    return dequantize_bnb_weight(weight).to(dtype)
 
 
 class _GroupedProducts(torch.autograd.Function):
@@ -261,8 +264,9 @@ class _GroupedProducts(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1])
         low_rank = torch.mm(rows, group.a.t())  # [T, R]
+        parts = group.split_ranks(low_rank)
         outputs = []
-        for base, b, part in zip(group.bases, group.b, group.split_ranks(low_rank), strict=True):
+        for base, b, part in zip(group.bases, group.b, parts, strict=True):
             output = base.forward(x)
             output.view(-1, len(b)).addmm_(part, b.t())
             outputs.append(output)
@@ -275,13 +279,14 @@ class _GroupedProducts(torch.autograd.Function):
         group: AdapterGroup = ctx.group
         rows, low_rank = ctx.saved_tensors
         needs_x_gradient = ctx.needs_input_grad[0]
-        low_gradient = torch.empty_like(low_rank)
         flat = rows.new_empty(group.parameters)
+        factor_gradients = group.split_factors(flat)
+        low_gradient = torch.empty_like(low_rank)
         x_gradient = None
         for base, b, b_gradient, gradient, part, part_gradient in zip(
             group.bases,
             group.b,
-            group.split_factors(flat)[len(group.layers) :],
+            factor_gradients[len(group.bases) :],
             output_gradients,
             group.split_ranks(low_rank),
             group.split_ranks(low_gradient),
@@ -290,16 +295,14 @@ class _GroupedProducts(torch.autograd.Function):
             gradient = gradient.reshape(-1, len(b))
             torch.mm(gradient.t(), part, out=b_gradient)
             torch.mm(gradient, b, out=part_gradient)
-            if needs_x_gradient:
-                weight = base_weight(base).to(rows.dtype)
-                if x_gradient is None:
-                    x_gradient = torch.mm(gradient, weight)
-                else:
-                    x_gradient.addmm_(gradient, weight)
-                del weight
+            if x_gradient is not None:
+                x_gradient.addmm_(gradient, base_weight(base, rows.dtype))
+            elif needs_x_gradient:
+                x_gradient = torch.mm(gradient, base_weight(base, rows.dtype))
         # beta=0: what the tensor holds is not read
         group.joined_a(flat).addmm_(low_gradient.t(), rows, beta=0, alpha=group.scale)
         if x_gradient is not None:
             x_gradient = x_gradient.addmm_(low_gradient, group.a).view(ctx.shape)
-        # one cast for all
-        return (x_gradient, None, *group.split_factors(flat.to(group.factors[0].dtype)))
+        if flat.dtype is not group.factors[0].dtype:  # one cast for all
+            factor_gradients = group.split_factors(flat.to(group.factors[0].dtype))
+        return (x_gradient, None, *factor_gradients)
