@@ -143,7 +143,7 @@ def test_steps_follow_the_parameters(tiny_llama, kind, checkpointing):
     assert sorted(len(group.layers) for group in grouped.groups) == [1] * 4 + [2] * 2 + [3] * 2
     found = losses(model, grouped, checkpointing=checkpointing)
     assert found == pytest.approx(expected, abs=0.02)
-    assert expected[-1] < expected[1] - 0.1
+    assert expected[-1] < expected[1] - 0.06
 
 
 def test_every_other_pass_is_pefts_own(tiny_llama):

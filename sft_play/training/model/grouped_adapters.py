@@ -208,7 +208,8 @@ class AdapterGroup:
 
     def split_factors(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of one tensor in the shapes of `factors`."""
-        return _unflatten_dense_tensors(flat, self.factors)  # type: ignore[no-any-return]
+        views: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, self.factors)
+        return views
 
     def joined_a(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of all A in one tensor of all factors, [R, i]."""
@@ -216,9 +217,10 @@ class AdapterGroup:
 
     def split_ranks(self, low_rank: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of each layer's part of [T, R]."""
-        if len(self.ranks) == 1:
-            return (low_rank,)
-        return torch.split_with_sizes(low_rank, self.ranks, dim=1)
+        parts: Sequence[torch.Tensor] = (low_rank,)
+        if len(self.ranks) > 1:
+            parts = torch.split_with_sizes(low_rank, self.ranks, dim=1)
+        return parts
 
     def _forward(self, place: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         pending = self._pending
@@ -248,9 +250,9 @@ class AdapterGroup:
 
 def base_weight(base: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of a frozen linear layer, [o, i], dequantised where it is stored in NF4."""
-    weight = base.weight
+    weight: torch.Tensor = base.weight
     if weight.dtype is dtype:
-        return weight  # type: ignore[no-any-return]
+        return weight
     return dequantize_bnb_weight(weight).to(dtype)
 
 
