@@ -6,7 +6,7 @@
 #         sft-play train --config my.yaml
 #
 # For drivers from 525.60.13 (docs/setup.md): --build-arg CUDA=12.6.3 --build-arg TORCH=cu126. Without a GPU:
-# --build-arg TORCH=cpu.
+# --build-arg TORCH=cpu. A build for CUDA brings Liger's kernels; what is compiled is kept in the cache's volume.
 ARG CUDA=13.0.1
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04
 

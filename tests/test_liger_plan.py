@@ -22,7 +22,7 @@ from sft_play.planner.advice import find_suggestions
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.kernels import LIGER_REPLACEMENTS, CountedKernels, PlannedKernels, plan_kernels
+from sft_play.planner.kernels import LIGER_REPLACEMENTS, LIGER_VERSION, CountedKernels, PlannedKernels, plan_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
@@ -38,6 +38,7 @@ from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import trace_step
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.job import record_measurements
+from tests.conftest import ROOT
 from tests.test_plan_truth import measured
 
 MIB = 2**20
@@ -154,6 +155,10 @@ def test_the_table_is_the_packages_own() -> None:
         gate = options.get("swiglu", options.get("geglu"))
         assert gate is not None
         assert gate.default or not replaced.replaces_gate, kind
+
+
+def test_the_pin_of_the_lock_is_the_version_that_was_counted() -> None:
+    assert f"{LIGER_PACKAGE}=={LIGER_VERSION}\n" in (ROOT / "requirements.lock").read_text(encoding="utf-8")
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
