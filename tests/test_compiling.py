@@ -17,7 +17,6 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sft_play.config.load import config_from_text
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.model import adapters, attention_functions
 from sft_play.training.prepare import model_spec
@@ -27,7 +26,6 @@ from tests.test_train import logged
 
 pytestmark = pytest.mark.build
 CPU = torch.device("cpu")
-CONFIG = config_from_text("model: {name: x}\ntrain: {compile: true}\n", name="run.yaml")
 LENGTHS = (23, 31, 40, 57, 5)
 
 
@@ -71,7 +69,7 @@ def passed(model: Any, *, length: int, rows: int = 2, half: bool = False) -> tup
 
 
 def plan_of(compute: str) -> Any:
-    return SimpleNamespace(precision=SimpleNamespace(compute=compute))
+    return SimpleNamespace(precision=SimpleNamespace(compute=compute), compiled=True)
 
 
 def graphs() -> int:
@@ -193,7 +191,7 @@ def failing(graph: Any, inputs: Any) -> Any:
 def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
     monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
     model = AutoModelForCausalLM.from_config(llama())
-    assert replaced_code.compile_blocks(model, CONFIG, plan_of("bfloat16"), device=CPU) is None
+    assert not replaced_code.verify_compiled_blocks(model, plan_of("bfloat16"), device=CPU)
     (record,) = [one for one in caplog.records if "Compiled blocks" in one.message]
     assert record.levelno == logging.WARNING
     assert words in record.message
@@ -215,11 +213,11 @@ def test_a_class_that_does_not_compile_and_ranks_beside_one_that_cannot_stay_pla
     layer = type(model.model.layers[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "forward", torch.compiler.disable(layer.forward))
-        assert replaced_code.compile_blocks(model, CONFIG, plan_of("float32"), device=CPU) is None
+        assert not replaced_code.verify_compiled_blocks(model, plan_of("float32"), device=CPU)
     assert "not proven: ValueError: none of its blocks compiles" in caplog.text
     monkeypatch.setattr(replaced_code, "_compare_on_small_models", lambda *_, **__: (object(), ""))
     monkeypatch.setattr(replaced_code.distributed, "any_rank", lambda mine: True)
-    assert replaced_code.compile_blocks(model, CONFIG, plan_of("float32"), device=CPU) is None
+    assert not replaced_code.verify_compiled_blocks(model, plan_of("float32"), device=CPU)
     assert "the plain code runs: another rank cannot" in caplog.text
 
 
