@@ -17,6 +17,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from sft_play.process.environment import compile_cache_variables
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.model import adapters, attention_functions
 from sft_play.training.prepare import model_spec
@@ -174,6 +175,23 @@ def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
     assert all(one._compiled_call_impl is None for one in copy.deepcopy(model).modules())
 
 
+def test_checkpointing_is_inside_what_is_compiled(monkeypatch, tiny_llama):
+    """torchtitan's order: checkpointing, then compile; FSDP2's hooks come around both (two ranks, below)."""
+    seen: list[str] = []
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", lambda graph, _: seen.append(graph.code) or graph)
+    model = model_of(tiny_llama, "full", checkpointing=True)
+    replaced_code.compile_in_place(model)
+    passed(model, length=9)
+    assert len(seen) == 1
+    assert "tag_activation_checkpoint" in seen[0]
+
+
+def test_what_is_compiled_is_kept_where_a_restart_finds_it(tmp_path):
+    kept = compile_cache_variables({"SFT_PLAY_CACHE": str(tmp_path)})
+    assert kept == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    assert compile_cache_variables({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {}
+
+
 def rounded(graph: Any, inputs: Any) -> Any:
     """Exact in fp32; in 16 bits a multiple of 1/8."""
     near = lambda one: one + ((one * 8).round() / 8 - one).detach()  # noqa: E731
@@ -318,7 +336,7 @@ def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
 
 @pytest.mark.slow
 def test_two_ranks_compile_and_lose_what_plain_ones_lose(succeed, run_yaml, tmp_path):
-    runs = {"plain": ("ddp", "false"), "ddp": ("ddp", "true"), "fsdp": ("fsdp", "true")}
+    runs = {"plain": ("ddp", "false"), "ddp": ("ddp", "true"), "fsdp": ("fsdp", "true"), "again": ("fsdp", "true")}
     words = ("train-distributed", "--config", str(run_yaml), "--nproc", "2", "eval.generate_rows=0")
     for name, (strategy, is_compiled) in runs.items():
         succeed(*words, "--strategy", strategy, f"output.name={name}", f"train.compile={is_compiled}")
@@ -327,3 +345,4 @@ def test_two_ranks_compile_and_lose_what_plain_ones_lose(succeed, run_yaml, tmp_
         summary = json.loads((tmp_path / "outputs" / name / "summary.json").read_text())
         if is_compiled == "true":
             assert (summary["compile"]["graphs"], summary["compile"]["breaks"]) == (1, 0)
+    assert summary["compile"]["cached"] == 2  # forwards and backwards, of the start before

@@ -398,9 +398,7 @@ def compile_obstacle(layout: Layout) -> str | None:
     if layout.is_zero:
         return "ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
     if layout.tensor_parallel > 1 or layout.context_parallel > 1:
-        return (
-            f"ranks of {layout.name} exchange inside each block, which was not tried compiled"
-        )
+        return f"ranks of {layout.name} exchange inside each block, which was not tried compiled"
     return None
 
 
