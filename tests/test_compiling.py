@@ -15,6 +15,8 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sft_play.process.environment import compile_cache_variables
@@ -214,6 +216,24 @@ def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, ba
     assert record.levelno == logging.WARNING
     assert words in record.message
     assert all(one._compiled_call_impl is None for one in model.modules())
+
+
+@pytest.mark.parametrize("backend", [
+    failing, aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=failing),
+])  # fmt: skip
+def test_a_block_at_which_the_compiler_fails_leaves_all_plain_with_one_warning(monkeypatch, caplog, backend):
+    """At the forward pass, or at the backward one, which is compiled with it."""
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
+    model = AutoModelForCausalLM.from_config(llama()).train()
+    plain = passed(model, length=9)
+    with contextlib.closing(replaced_code.compile_blocks(model)) as monitor:
+        loss, gradients = passed(model, length=9)
+        monitor.on_step_end()
+    assert (loss, monitor.figures()["graphs"]) == (plain[0], 0)
+    assert torch.equal(gradients, plain[1])
+    (line,) = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    assert line.startswith("Compiled blocks: none, the plain code runs: backend=")
+    assert line.endswith(" raised: RuntimeError: no such instruction")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

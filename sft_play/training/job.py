@@ -140,7 +140,7 @@ def record_measurements(
         # plans predict the other backend, and the speed of compiled blocks where they choose them
         is_predicted = (
             figures.get("backend") != "unsloth"
-            and (figures.get("compile") is not None) == plan.compiled
+            and bool((figures.get("compile") or {}).get("graphs")) == plan.compiled
         )
         if not is_predicted or not (plan.hardware.gpus or not stage_summaries):
             continue

@@ -9,6 +9,7 @@ Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a hea
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -458,6 +459,7 @@ class CompileMonitor(TrainerCallback):
     def __init__(self) -> None:
         from torch._dynamo import config
         from torch._dynamo.callback import callback_handler
+        from torch._functorch import config as functorch_config
 
         self.on_compiled: list[Callable[[float], None]] = []
         self._seconds = self._compile_start = 0.0
@@ -470,6 +472,8 @@ class CompileMonitor(TrainerCallback):
         # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks
         # are small already
         stack.enter_context(config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS_PER_BLOCK))
+        # compiled with the forward pass, the backward one fails where the plain code can still run
+        stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         self.close = stack.close
         self._initial_counts = _dynamo_counts()
 
@@ -496,6 +500,32 @@ class CompileMonitor(TrainerCallback):
         self._seconds += seconds
         for callback in self.on_compiled:
             callback(seconds)
+
+    def run_block(
+        self,
+        blocks: Sequence[torch.nn.Module],
+        block: torch.nn.Module,
+        compiled: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a compiled block. The first that the compiler fails at leaves all of them plain, with
+        one warning: adapters and packed weights are not in the small model that was proven."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            for one in blocks:
+                one._compiled_call_impl = None
+            self._has_warned = True
+            problem = " ".join(
+                str(error).partition("\n\n")[0].split()
+            )  # without advice on settings
+            logger.warning(
+                "Compiled blocks: none, the plain code runs: %s", one_line(problem, limit=200)
+            )
+            return block(*args, **kwargs)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Warn once of what is not compiled."""
@@ -540,8 +570,12 @@ def compile_blocks(model: torch.nn.Module) -> CompileMonitor:
     A block's `forward` checkpoints and its hooks shard, so that checkpointing is inside what is
     compiled and FSDP2's gathers are around it, as torchtitan has it.
     """
-    monitor = CompileMonitor()
+    monitor, blocks = CompileMonitor(), decoder_layers(model)
     logger.debug("Compiled blocks: %d, at their first pass", compile_in_place(model))
+    for block in blocks:
+        block._compiled_call_impl = functools.partial(
+            monitor.run_block, blocks, block, block._compiled_call_impl
+        )
     return monitor
 
 
