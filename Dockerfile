@@ -21,6 +21,6 @@ COPY . .
 ARG TORCH=cu130
 RUN PIP_NO_CACHE_DIR=1 make setup TORCH=${TORCH}
 
-ENV PATH=/opt/sft_play/.venv/bin:${PATH}
+ENV PATH=/opt/sft_play/.venv/bin:${PATH} TRITON_CACHE_DIR=/root/.cache/triton
 WORKDIR /workspace
 CMD ["sft-play", "--help"]

@@ -138,6 +138,14 @@ def test_auto_stays_plain_with_its_reason_and_on_a_cpu_without_a_word(setting, c
     assert (on_cpu.compiled, on_cpu.kernels) == (False, None)
 
 
+def test_what_inductor_lacks_here_matters_to_auto_on_this_machines_gpu(monkeypatch):
+    monkeypatch.setattr(planning, "inductor_obstacle", lambda *_: ("no C compiler", "install one"))
+    named = parse_hardware("H100")
+    asked = [("auto", replace(named, named=False)), ("auto", named), ("auto", CPU), (True, replace(named, named=False))]
+    found = [planning._inductor_obstacle(config(compile=how), hardware) for how, hardware in asked]
+    assert found == ["inductor cannot compile here: no C compiler", None, None, None]  # true is refused, not planned
+
+
 def test_a_resumed_run_is_compiled_as_it_was():
     wanted = functools.partial(planned, "H100", MODELS[1], "tuning.mode=lora", compile="auto")
     assert [wanted(steps=10, resumed_compiled=was).compiled for was in (None, True, False)] == [False, True, False]
