@@ -131,17 +131,11 @@ def make_plan(
     _check_settings(request)  # first, so that the message names the setting and not a layout
     inputs, candidates, impossible = _evaluate_layouts(request, build_plan_inputs(request))
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
-    run_length = None
-    if estimate_run_length is not None:
-        run_length = estimate_run_length(choice.batch.effective_batch)
-    shown_candidates = candidates_to_show(inputs, candidates, choice)
-    if config.train.compile == "auto" and hardware.gpus:
-        compiled_choice, note = _decide_compile(request, inputs, choice, run_length)
-        notes = [*notes, note]
-        if compiled_choice is not None:
-            config = compiled_config(config)
-            inputs = dataclasses.replace(inputs, config=config)
-            shown_candidates[0] = choice = compiled_choice  # the choice comes first
+    effective_batch = choice.batch.effective_batch
+    run_length = estimate_run_length(effective_batch) if estimate_run_length else None
+    shown_candidates = candidates_to_show(inputs, candidates, choice)  # the choice first
+    choice, inputs, compile_notes = _resolve_compile(request, inputs, choice, run_length)
+    shown_candidates[0], config = choice, inputs.config
     # the choice stands; below is what the run, its ranks and its reader have to know of it
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
@@ -187,7 +181,7 @@ def make_plan(
             max_seq_len=request.max_seq_len,
             repeats_kv=repeats_kv,
             kernels=kernels,
-            notes=notes,
+            notes=[*notes, *compile_notes],
         ),
         candidates=tuple(shown_candidates),
         not_possible=impossible,
@@ -382,6 +376,21 @@ def compiled_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": True})})
 
 
+def _resolve_compile(
+    request: PlanRequest, inputs: PlanInputs, choice: Candidate, run_length: RunLength | None
+) -> tuple[Candidate, PlanInputs, list[str]]:
+    """The choice with compiled blocks, and what is shared by its figures, where `train.compile:
+    auto` takes them; else both as they are. Beside them the reason, if auto was asked for on a
+    GPU."""
+    if request.config.train.compile != "auto" or not request.hardware.gpus:
+        return choice, inputs, []
+    compiled, reason = _decide_compile(request, inputs, choice, run_length)
+    if compiled is None:
+        return choice, inputs, [reason]
+    config = compiled_config(request.config)
+    return compiled, dataclasses.replace(inputs, config=config), [reason]
+
+
 def _decide_compile(
     request: PlanRequest, inputs: PlanInputs, choice: Candidate, run_length: RunLength | None
 ) -> tuple[Candidate | None, str]:
@@ -409,8 +418,8 @@ def _decide_compile(
     if not compiled.fits:
         return None, f"{plain_text}earlier compiled runs took more memory than there is"
     # by the two predictions alone: one of them may have been corrected by measured runs
-    plain_share = compiled.uncorrected.tokens_per_s / choice.uncorrected.tokens_per_s
-    saved_s = run_length.steps * choice.speed.step_s * (1 - 1 / plain_share)
+    speedup = compiled.uncorrected.tokens_per_s / choice.uncorrected.tokens_per_s
+    saved_s = run_length.steps * choice.speed.step_s * (1 - 1 / speedup)
     compile_s = estimate_compile_s(config, inputs.shape)
     kernels = plan_kernels(
         request.config,
@@ -452,6 +461,8 @@ def _compile_auto_obstacle(
         return f"tuning.backend={config.tuning.backend} has its own"
     if conflicts:
         return f"{' and '.join(conflicts)} was asked for"
+    if not choice.fits:
+        return "nothing fits"
     if request.resumed_compiled is False:
         return "those of the run that is resumed were not"
     if not inputs.rates.is_known:

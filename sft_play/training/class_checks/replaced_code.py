@@ -519,9 +519,8 @@ class CompileMonitor(TrainerCallback):
             for one in blocks:
                 one._compiled_call_impl = None
             self._has_warned = True
-            problem = " ".join(
-                str(error).partition("\n\n")[0].split()
-            )  # without advice on settings
+            # the first paragraph: after it torch advises on its own settings
+            problem = " ".join(str(error).partition("\n\n")[0].split())
             logger.warning(
                 "Compiled blocks: none, the plain code runs: %s", one_line(problem, limit=200)
             )
