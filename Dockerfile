@@ -6,7 +6,7 @@
 #         sft-play train --config my.yaml
 #
 # For drivers from 525.60.13 (docs/setup.md): --build-arg CUDA=12.6.3 --build-arg TORCH=cu126. Without a GPU:
-# --build-arg TORCH=cpu.
+# --build-arg TORCH=cpu. A build for CUDA brings Liger's kernels; what is compiled is kept in the cache's volume.
 ARG CUDA=13.0.1
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04
 
@@ -21,6 +21,6 @@ COPY . .
 ARG TORCH=cu130
 RUN PIP_NO_CACHE_DIR=1 make setup TORCH=${TORCH}
 
-ENV PATH=/opt/sft_play/.venv/bin:${PATH}
+ENV PATH=/opt/sft_play/.venv/bin:${PATH} TRITON_CACHE_DIR=/root/.cache/triton
 WORKDIR /workspace
 CMD ["sft-play", "--help"]

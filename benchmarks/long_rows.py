@@ -51,7 +51,8 @@ def plan_long_row(row: LongRow) -> Plan:
     tokens, gpus = row.millions * MILLION, 8 * row.nodes
     config = config_from_text(
         f"model: {{name: {row.model}, max_seq_len: {tokens}, mesh_shape: [[1, {gpus}], [fsdp, cp]]}}\n"
-        "tuning: {mode: full}\ntrain: {effective_batch_size: 1, gradient_checkpointing: offload}\n",
+        "tuning: {mode: full}\n"
+        "train: {effective_batch_size: 1, gradient_checkpointing: offload, kernels: none, compile: false}\n",
         name="long",
     )
     shape = replace(load_model_shape(row.model), max_positions=tokens)

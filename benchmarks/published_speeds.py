@@ -44,8 +44,9 @@ named_hardware = functools.cache(parse_hardware)
 @functools.cache
 def speed_config(mode: str, rank: str = "", compiled: bool = False) -> RunConfig:
     """The config of a run of which no more than this matters to its speed."""
-    lora, on = f", lora: {{r: {rank}}}" if rank else "", str(compiled).lower()
-    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\ntrain: {{compile: {on}}}", name="row")
+    lora = f", lora: {{r: {rank}}}" if rank else ""
+    train = f"train: {{kernels: none, compile: {str(compiled).lower()}}}"
+    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\n{train}", name="row")
 
 
 def read_speed_rows() -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """What fits where: common models and modes on common cards, by the plan. `sft-play generate` writes docs/what-fits.md.
 
-The plan's closed form, without a trace, earlier runs or kernels of other packages: the same on every machine.
+The plan's closed form, without a trace or earlier runs, with the kernels that an environment for CUDA has: the same on
+every machine.
 """
 
 from datetime import UTC, datetime

@@ -372,7 +372,8 @@ def install_steps(
         ]
     # setuptools goes first, at its pin, because the project is built without isolation: an isolated
     # build would fetch a setuptools that nobody pinned.
-    last = [*install, *beside, *builds, "--no-build-isolation", "--editable", ".[dev]"]
+    project = ".[dev,cuda]" if torch.has_cuda else ".[dev]"
+    last = [*install, *beside, *builds, "--no-build-isolation", "--editable", project]
     steps.append(("installing setuptools", [*install, "setuptools"]))
     return [*steps, ("installing the pinned packages", last)]
 

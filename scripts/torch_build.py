@@ -74,6 +74,8 @@ class Choice(NamedTuple):
     name: str
     source: Optional[str]
     why: str
+    # whether kernels for CUDA are of use beside it
+    has_cuda: bool = False
 
 
 # What is there
@@ -149,7 +151,9 @@ def choose(machine: Machine, asked: str = "", configured: str = "") -> Choice:
     else:
         name, why = fitting(machine)
     of_index = name == OF_INDEX or (not configured and name == on_package_index(machine))
-    return Choice(name, None if of_index else WHEELS + name, why)
+    # what an index of the user's has is not known: the driver says what the machine is for
+    has_cuda = name.startswith("cu") or (name == OF_INDEX and bool(machine.driver))
+    return Choice(name, None if of_index else WHEELS + name, why, has_cuda)
 
 
 def fitting(machine: Machine) -> Tuple[str, str]:

@@ -94,7 +94,9 @@ def test_the_instructions_are_dockers_in_an_order_that_builds():
             subprocess.run(["bash", "-n", "-c", rest], check=True)
         if word == "CMD":
             assert json.loads(rest) == ["sft-play", "--help"]
-    assert shlex.split(dict(STEPS)["ENV"]) == ["PATH=/opt/sft_play/.venv/bin:${PATH}"]
+    path, cache = shlex.split(dict(STEPS)["ENV"])
+    assert path == "PATH=/opt/sft_play/.venv/bin:${PATH}"
+    assert cache.startswith("TRITON_CACHE_DIR=/root/.cache/")  # the volume that keeps what is compiled
 
 
 def test_cuda_and_torch_are_of_one_version_and_the_rest_is_what_a_run_needs():

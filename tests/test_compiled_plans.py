@@ -1,6 +1,7 @@
 """What train.compile changes in a plan: less time a step, compiling once, no more bytes, and what it refuses."""
 
 import functools
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
+from sft_play.launch import planning
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.machine import compiler
 from sft_play.machine.compiler import require_inductor
 from sft_play.machine.hardware import parse_hardware
+from sft_play.machine.software import LIGER_PACKAGE
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration, explain
 from sft_play.planner.decide import PlanRequest, make_plan
@@ -26,16 +29,18 @@ MODELS = ("Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "google/gemma-2
 MACHINES = ("A100-80GB", "RTX4090", "H100", "2xH100", "4xL40S", "cpu")
 
 
-def config(*overrides: str, compile: bool = True) -> Any:
+def config(*overrides: str, compile: bool | str = True) -> Any:
     text = "model: {name: x, max_seq_len: 2048}\ntrain: {effective_batch_size: 16}\n"
     words = [f"train.compile={str(compile).lower()}", *overrides]
     return config_from_text(text, name="run.yaml", overrides=words)
 
 
-def planned(machine: str, model: str, *overrides: str, compile: bool = True, **options: Any) -> Any:
+def planned(
+    machine: str, model: str, *overrides: str, compile: bool | str = True, steps: int | None = 1000, **options: Any
+) -> Any:
     hardware = replace(parse_hardware(machine), cpu_name="CPU", cpu_cores=16)
     request = PlanRequest(config(*overrides, compile=compile), load_model_shape(model), hardware, **options)
-    return make_plan(request, estimate_run_length=lambda effective: RunLength(1000, None))
+    return make_plan(request, estimate_run_length=lambda _: steps and RunLength(steps, None))
 
 
 def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_memory():
@@ -45,7 +50,7 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         model, machine, mode = draw.choice(MODELS), draw.choice(MACHINES[:5]), draw.choice(["lora", "qlora", "full"])
         checkpointing = draw.choice(["true", "false"])
         words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
-                 f"train.grad_accum={16 // 2 // len(parse_hardware(machine).gpus)}")  # fmt: skip
+                 f"train.grad_accum={16 // 2 // len(parse_hardware(machine).gpus)}", "train.kernels=none")  # fmt: skip
         layouts = ("single", "ddp", "fsdp")
         plain, fast = (planned(machine, model, *words, compile=on, allowed_layouts=layouts) for on in (False, True))
         assert fast.memory.allocated == plain.memory.allocated
@@ -80,9 +85,85 @@ def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
     assert not any("compil" in text for text in (*plain.reasons, *explain.speed_lines(plain)))
 
 
+def test_auto_compiles_what_saves_more_than_twice_what_compiling_costs_and_keeps_the_memory():
+    """On random jobs, against the plans that `false` and `true` make."""
+    draw, decided = random.Random(11), set()
+    for _ in range(40):
+        model, machine, mode = draw.choice(MODELS), draw.choice(MACHINES[:5]), draw.choice(["lora", "qlora", "full"])
+        words = (f"tuning.mode={mode}", f"train.kernels={draw.choice(['none', 'auto'])}")
+        asked = functools.partial(planned, machine, model, *words, steps=int(10 ** draw.uniform(1, 4.5)))
+        auto, plain, fast = (asked(compile=how) for how in ("auto", False, True))
+        same = (plain.choice.step, plain.layout) == (fast.choice.step, fast.layout)
+        assert auto.memory == plain.memory
+        assert (auto.layout, auto.batch, auto.choice.step) == (plain.layout, plain.batch, plain.choice.step)
+        assert auto.choice == auto.candidates[0]
+        assert plan_from_json(json.loads(json.dumps(auto.as_json()))) == auto
+        if not auto.compiled:
+            assert (auto.speed, auto.kernels, auto.compile_s) == (plain.speed, plain.kernels, 0)
+        if same:
+            saved = plain.run_length.steps * (plain.speed.step_s - fast.speed.step_s)
+            assert auto.compiled == (saved > 2 * fast.compile_s)
+            decided.add(auto.compiled)
+        if same and auto.compiled:
+            assert (auto.speed, auto.compile_s, auto.kernels) == (fast.speed, fast.compile_s, None)
+        (reason,) = [line for line in auto.reasons if line.startswith("compile: train.compile=auto")]
+        assert ("blocks are compiled: " in reason) == auto.compiled
+        assert " steps save " in reason or not same
+    assert decided == {True, False}
+
+
+NOT_COMPILED: list[tuple[str, dict[str, Any], str]] = [
+    ("", {"steps": None}, "the number of steps is not known"),
+    ("train.kernels=liger", {}, "train.kernels=liger"),
+    ("train.gradient_checkpointing=offload", {}, "gradient_checkpointing=offload"),
+    ("tuning.backend=unsloth", {}, "tuning.backend=unsloth has its own"),
+    ("", {"resumed_compiled": False}, "those of the run that is resumed were not"),
+    ("", {"inductor_obstacle": "inductor cannot compile here: no C compiler"}, "no C compiler"),
+    ("", {"allowed_layouts": ("zero2",), "machine": "2xH100"}, "ZeRO's hooks"),
+    ("", {"machine": "1xMyGPU,mem=80GiB"}, "the speed of this GPU is not known"),
+    ("", {"machine": "1xT4", "model": "Qwen/Qwen2.5-0.5B"}, "rows would lie otherwise"),  # no kernel for boundaries
+]
+
+
+@pytest.mark.parametrize(("setting", "changes", "words"), NOT_COMPILED)
+def test_auto_stays_plain_with_its_reason_and_on_a_cpu_without_a_word(setting, changes, words):
+    given = {"machine": "H100", "model": MODELS[1], "steps": 100_000, "compile": "auto"} | changes
+    machine, model = given.pop("machine"), given.pop("model")
+    plan = planned(machine, model, "tuning.mode=lora", *([setting] if setting else []), **given)
+    assert (plan.compiled, "compiled" in plan.as_json(), plan.compile_s) == (False, False, 0)
+    (reason,) = [line for line in plan.reasons if line.startswith("compile: ")]
+    assert words in reason
+    on_cpu = planned("cpu", MODELS[0], "tuning.mode=lora", compile="auto", steps=100_000)
+    assert not any("compil" in line or "kernels" in line for line in on_cpu.reasons)
+    assert (on_cpu.compiled, on_cpu.kernels) == (False, None)
+
+
+def test_what_inductor_lacks_here_matters_to_auto_on_this_machines_gpu(monkeypatch):
+    monkeypatch.setattr(planning, "inductor_obstacle", lambda *_: ("no C compiler", "install one"))
+    named = parse_hardware("H100")
+    asked = [("auto", replace(named, named=False)), ("auto", named), ("auto", CPU), (True, replace(named, named=False))]
+    found = [planning._inductor_obstacle(config(compile=how), hardware) for how, hardware in asked]
+    assert found == ["inductor cannot compile here: no C compiler", None, None, None]  # true is refused, not planned
+
+
+def test_a_resumed_run_is_compiled_as_it_was():
+    wanted = functools.partial(planned, "H100", MODELS[1], "tuning.mode=lora", compile="auto")
+    assert [wanted(steps=10, resumed_compiled=was).compiled for was in (None, True, False)] == [False, True, False]
+    assert not wanted(steps=100_000, resumed_compiled=False).compiled
+
+
+def test_a_named_card_is_planned_with_its_own_environment_and_this_machine_with_what_it_has(monkeypatch):
+    """Liger's kernels come with an environment for CUDA, not with one for ROCm."""
+    monkeypatch.setattr(planning, "missing_kernel_packages", lambda: frozenset({LIGER_PACKAGE, "causal-conv1d"}))
+    named, amd = parse_hardware("H100"), parse_hardware("MI300X")
+    for hardware, missing in ((named, False), (amd, True), (replace(named, named=False), True)):
+        assert (LIGER_PACKAGE in planning._missing_packages(hardware)) == missing
+        assert "causal-conv1d" in planning._missing_packages(hardware)
+
+
 def test_settings_that_do_not_go_together_are_refused_by_the_plan():
     for setting, words in (
-        ("train.kernels=auto", "train.compile: true does not go together with train.kernels=auto"),
+        ("train.kernels=liger", "train.compile: true does not go together with train.kernels=liger"),
         ("train.gradient_checkpointing=offload", "a compiled block moves nothing to RAM"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -112,7 +193,7 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     assert calibration.compute_correction(runs[:1], **asked, is_compiled=True) == calibration.Correction()
     earlier = [run(device=parse_hardware("H100").gpus[0].name, model="x")]
     for on in (True, False):
-        wanted = functools.partial(planned, "H100", MODELS[0], "tuning.mode=lora", compile=on)
+        wanted = functools.partial(planned, "H100", MODELS[0], "tuning.mode=lora", "train.kernels=none", compile=on)
         untouched, corrected = (wanted(measured_runs=known).speed.tokens_per_s for known in ([], earlier))
         assert (corrected == untouched, corrected < untouched) == (on, not on)
 
@@ -152,5 +233,5 @@ def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(tmp_path, monk
     assert calibration.load_measured_runs() == []
     record_measurements([(config(), plan)], summary | {"compile": {"graphs": 1}})
     assert [one.compiled for one in calibration.load_measured_runs()] == [True]
-    record_measurements([(config(compile=False), plan)], summary)
+    record_measurements([(config(), planned("cpu", MODELS[0], "tuning.mode=lora", compile=False))], summary)
     assert [one.compiled for one in calibration.load_measured_runs()] == [True, False]

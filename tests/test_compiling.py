@@ -15,9 +15,11 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sft_play.config.load import config_from_text
+from sft_play.process.environment import compile_cache_variables
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.model import adapters, attention_functions
 from sft_play.training.prepare import model_spec
@@ -27,7 +29,6 @@ from tests.test_train import logged
 
 pytestmark = pytest.mark.build
 CPU = torch.device("cpu")
-CONFIG = config_from_text("model: {name: x}\ntrain: {compile: true}\n", name="run.yaml")
 LENGTHS = (23, 31, 40, 57, 5)
 
 
@@ -71,7 +72,7 @@ def passed(model: Any, *, length: int, rows: int = 2, half: bool = False) -> tup
 
 
 def plan_of(compute: str) -> Any:
-    return SimpleNamespace(precision=SimpleNamespace(compute=compute))
+    return SimpleNamespace(precision=SimpleNamespace(compute=compute), compiled=True)
 
 
 def graphs() -> int:
@@ -176,6 +177,23 @@ def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
     assert all(one._compiled_call_impl is None for one in copy.deepcopy(model).modules())
 
 
+def test_checkpointing_is_inside_what_is_compiled(monkeypatch, tiny_llama):
+    """torchtitan's order: checkpointing, then compile; FSDP2's hooks come around both (two ranks, below)."""
+    seen: list[str] = []
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", lambda graph, _: seen.append(graph.code) or graph)
+    model = model_of(tiny_llama, "full", checkpointing=True)
+    replaced_code.compile_in_place(model)
+    passed(model, length=9)
+    assert len(seen) == 1
+    assert "tag_activation_checkpoint" in seen[0]
+
+
+def test_what_is_compiled_is_kept_where_a_restart_finds_it(tmp_path):
+    kept = compile_cache_variables({"SFT_PLAY_CACHE": str(tmp_path)})
+    assert kept == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    assert compile_cache_variables({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {}
+
+
 def rounded(graph: Any, inputs: Any) -> Any:
     """Exact in fp32; in 16 bits a multiple of 1/8."""
     near = lambda one: one + ((one * 8).round() / 8 - one).detach()  # noqa: E731
@@ -193,11 +211,29 @@ def failing(graph: Any, inputs: Any) -> Any:
 def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
     monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
     model = AutoModelForCausalLM.from_config(llama())
-    assert replaced_code.compile_blocks(model, CONFIG, plan_of("bfloat16"), device=CPU) is None
+    assert not replaced_code.verify_compiled_blocks(model, plan_of("bfloat16"), device=CPU)
     (record,) = [one for one in caplog.records if "Compiled blocks" in one.message]
     assert record.levelno == logging.WARNING
     assert words in record.message
     assert all(one._compiled_call_impl is None for one in model.modules())
+
+
+@pytest.mark.parametrize("backend", [
+    failing, aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=failing),
+])  # fmt: skip
+def test_a_block_at_which_the_compiler_fails_leaves_all_plain_with_one_warning(monkeypatch, caplog, backend):
+    """At the forward pass, or at the backward one, which is compiled with it."""
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
+    model = AutoModelForCausalLM.from_config(llama()).train()
+    plain = passed(model, length=9)
+    with contextlib.closing(replaced_code.compile_blocks(model)) as monitor:
+        loss, gradients = passed(model, length=9)
+        monitor.on_step_end()
+    assert (loss, monitor.figures()["graphs"]) == (plain[0], 0)
+    assert torch.equal(gradients, plain[1])
+    (line,) = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    assert line.startswith("Compiled blocks: none, the plain code runs: backend=")
+    assert line.endswith(" raised: RuntimeError: no such instruction")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,11 +251,11 @@ def test_a_class_that_does_not_compile_and_ranks_beside_one_that_cannot_stay_pla
     layer = type(model.model.layers[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "forward", torch.compiler.disable(layer.forward))
-        assert replaced_code.compile_blocks(model, CONFIG, plan_of("float32"), device=CPU) is None
+        assert not replaced_code.verify_compiled_blocks(model, plan_of("float32"), device=CPU)
     assert "not proven: ValueError: none of its blocks compiles" in caplog.text
     monkeypatch.setattr(replaced_code, "_compare_on_small_models", lambda *_, **__: (object(), ""))
     monkeypatch.setattr(replaced_code.distributed, "any_rank", lambda mine: True)
-    assert replaced_code.compile_blocks(model, CONFIG, plan_of("float32"), device=CPU) is None
+    assert not replaced_code.verify_compiled_blocks(model, plan_of("float32"), device=CPU)
     assert "the plain code runs: another rank cannot" in caplog.text
 
 
@@ -320,7 +356,7 @@ def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
 
 @pytest.mark.slow
 def test_two_ranks_compile_and_lose_what_plain_ones_lose(succeed, run_yaml, tmp_path):
-    runs = {"plain": ("ddp", "false"), "ddp": ("ddp", "true"), "fsdp": ("fsdp", "true")}
+    runs = {"plain": ("ddp", "false"), "ddp": ("ddp", "true"), "fsdp": ("fsdp", "true"), "again": ("fsdp", "true")}
     words = ("train-distributed", "--config", str(run_yaml), "--nproc", "2", "eval.generate_rows=0")
     for name, (strategy, is_compiled) in runs.items():
         succeed(*words, "--strategy", strategy, f"output.name={name}", f"train.compile={is_compiled}")
@@ -329,3 +365,4 @@ def test_two_ranks_compile_and_lose_what_plain_ones_lose(succeed, run_yaml, tmp_
         summary = json.loads((tmp_path / "outputs" / name / "summary.json").read_text())
         if is_compiled == "true":
             assert (summary["compile"]["graphs"], summary["compile"]["breaks"]) == (1, 0)
+    assert summary["compile"]["cached"] == 2  # forwards and backwards, of the start before

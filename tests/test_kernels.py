@@ -176,6 +176,7 @@ def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, capl
     assert not taken.replaced
     assert not asked
     assert all(words in said for said in (taken.reason, caplog.text))
+    assert caplog.records[-1].levelno == (logging.DEBUG if "device" in given else logging.INFO)  # a GPU's is a line
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_install_line(monkeypatch):

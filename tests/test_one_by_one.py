@@ -52,7 +52,8 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
 
 def run_of(model: str = LLAMA, mode: str = "lora", batch: int = 32, *overrides: str) -> Any:
     text = f"model: {{name: {model}, max_seq_len: 2048}}\ntuning: {{mode: {mode}}}\n"
-    return config_from_text(text + f"train: {{effective_batch_size: {batch}}}\n", name="run.yaml", overrides=overrides)
+    text += f"train: {{effective_batch_size: {batch}, kernels: none}}\n"
+    return config_from_text(text, name="run.yaml", overrides=overrides)
 
 
 MODELS = (LLAMA, "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "google/gemma-3-1b-it")

@@ -28,11 +28,12 @@ from sft_play.errors import SftPlayError
 from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
 from sft_play.launch.torchrun import rank_timeout_s
 from sft_play.machine.gpu import Gpu
-from sft_play.machine.hardware import Hardware
+from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.backend import choose_backend
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
+from sft_play.planner.plan import RunLength
 from sft_play.planner.precision import Precision, adapter_dtype, choose_precision, gradient_sync
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import is_resume, new_run_folder
@@ -201,6 +202,11 @@ def flat(value: Any, at: str = "") -> Facts:
 
 def plan(config: RunConfig) -> Facts:
     return flat(make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), MACHINE)).as_json())
+
+
+def long_run(config: RunConfig) -> Facts:
+    request = PlanRequest(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), parse_hardware("H100"))
+    return {"compiled": make_plan(request, estimate_run_length=lambda _: RunLength(100_000, None)).compiled}
 
 
 def on_cpu(config: RunConfig) -> Any:
@@ -694,7 +700,13 @@ PROBES: list[tuple[str, Probe]] = [
         for name in ("linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
     ),
     one(plan, "train.compile", "true", "compile_s", 103.0),
-    *(one(kernels, "train.kernels", name, "kernels", ("rms_norm",)) for name in ("auto", "liger")),
+    one(long_run, "train.compile", "false", "compiled", False),
+    one(long_run, "train.compile", "auto", "compiled", True, ["train.compile=false"]),
+    one(kernels, "train.kernels", "none", "kernels", ()),
+    *(
+        one(kernels, "train.kernels", name, "kernels", ("rms_norm",), ["train.kernels=none"])
+        for name in ("auto", "liger")
+    ),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
     *(
         one(plan, "train.weight_updates", how, "precision.updates", how, [*FULL, f"train.weight_updates={other}"])

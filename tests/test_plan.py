@@ -119,7 +119,7 @@ def test_a_trace_that_cannot_be_had_is_said_and_changes_nothing():
 
 
 def test_what_one_layout_measured_does_not_make_another_look_faster():
-    machine, text = gpus(4, 80), "tuning: {mode: lora}"
+    machine, text = gpus(4, 80), "tuning: {mode: lora}\ntrain: {kernels: none}"
     plain = plan_of(machine=machine, text=text)
     slow = [measured(mode="lora", layout=plain.layout, measured_tokens_per_s=10.0, measured_reserved=100)]
     taught = plan_of(machine=machine, text=text, measured_runs=slow)

@@ -425,7 +425,7 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 def test_the_plan_says_what_it_learned_from_the_self_test():
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")
     machine, shape = parse_hardware("1xH100"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
-    earlier = [measured_run(device=machine.gpus[0].name)]
+    earlier = [measured_run(device=machine.gpus[0].name, kernels="liger")]  # as its trials run by default
     plain = make_plan(PlanRequest(config, shape, machine))
     taught = make_plan(PlanRequest(config, shape, machine, measured_runs=earlier))
     assert (taught.speed.tokens_per_s, taught.memory) == (pytest.approx(0.7 * plain.speed.tokens_per_s), plain.memory)

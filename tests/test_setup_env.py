@@ -133,7 +133,7 @@ def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(ch
     assert tool[:6] == project[:6] == pip
     assert tool[-1] == "setuptools"
     assert not [word for command in fake.commands for word in command if "index" in word]
-    assert project[-3:] == ["--no-build-isolation", "--editable", ".[dev]"]
+    assert project[-3:] == ["--no-build-isolation", "--editable", ".[dev,cuda]"]  # as a driver was found
     output = capfd.readouterr()
     assert (output.out, output.err.count("[setup]")) == ("", 6)  # stdout belongs to the program
     log = f"GiB on the disk; pip installs, its log is {checkout / '.venv.log'}"
@@ -276,15 +276,16 @@ def test_another_build_comes_first_from_its_index_and_is_kept_by_its_name(checko
     assert told(fake.commands) == [
         ["--no-deps", "--index-url", source, "torch==2.0+cu126"],
         ["setuptools"],
-        ["torch==2.0+cu126", "--no-build-isolation", "--editable", ".[dev]"],
+        ["torch==2.0+cu126", "--no-build-isolation", "--editable", ".[dev,cuda]"],
     ]
     assert (checkout / ".venv" / STAMP).read_text("utf-8").endswith(" torch cu126\n")
     rocm = built(checkout, TORCH="rocm7.2")  # what its torch needs is looked for on its index too
     assert told(rocm.commands)[-1][:2] == ["--extra-index-url", torch_build.WHEELS + "rocm7.2"]
+    assert [told(one.commands)[-1][-1] for one in (rocm, built(checkout, TORCH="cpu"))] == [".[dev]", ".[dev]"]
     assert f"installing torch for CUDA 12.6 from {source}" in capfd.readouterr().err
     monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "global.index-url='https://m.example'")
     fake = built(checkout, TORCH="auto")  # with an index in pip's settings no other is named
-    assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
+    assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev,cuda]"]]
     monkeypatch.setenv("TORCH", "2.13.0")  # no build
     assert "make -C benchmarks lock TORCH=X.Y.Z" in refusal(never)
 
@@ -322,7 +323,7 @@ def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path,
     assert setup_env.main(checkout) == 0
     python = checkout / ".venv/bin/python"
     start = f"pip install --python {python} --constraint requirements.lock --compile-bytecode"
-    made = [f"{start} setuptools", f"{start} --no-build-isolation --editable .[dev]"]
+    made = [f"{start} setuptools", f"{start} --no-build-isolation --editable .[dev,cuda]"]
     assert notes.read_text("utf-8").splitlines() == made
     assert python.exists()
     message, log = capfd.readouterr().err, (checkout / ".venv.log").read_text("utf-8")

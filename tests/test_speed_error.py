@@ -80,7 +80,7 @@ def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
 
 
 def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_shorter():
-    config = config_from_text("model: {name: x}\ntuning: {mode: full}", name="x")
+    config = config_from_text("model: {name: x}\ntuning: {mode: full}\ntrain: {kernels: none}", name="x")
     shape = load_model_shape("meta-llama/Llama-3.1-8B")
     rates = speed.find_rates(parse_hardware("1xH100"), BF16)
     starting = speed.LAYER_OVERHEAD_S * 32 * 4

@@ -150,9 +150,11 @@ def test_what_is_not_supported_is_named_before_anything_loads(standin):
     for overrides in (
         *("tuning.mode=full", "tuning.lora.modules_to_save=[lm_head]", "train.gradient_checkpointing=3"),
         *("model.attn_implementation=eager", "model.experts_implementation=eager"),
+        *("train.kernels=liger", "train.compile=true"),
         "task_mode=cpt_mixed data.text_path=x.txt",
     ):
         assert overrides.split()[0].partition("=")[0] in str(problem(config(*overrides.split()))), overrides
+    assert backend.unsupported_options(config("train.kernels=none", "train.compile=false")) == []  # its own either way
     said = str(problem(config("tuning.lora.use_dora=true", "data.packing=best_fit")))  # all at once
     assert ("use_dora" in said, "packing" in said) == (True, True)
 

@@ -293,9 +293,10 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     """Whatever would fit now: another way would round its weights, or find states of another dtype."""
     folder, batch = RunFolder(tmp_path), {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
     folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "batch": batch, "layout": layout, "processes": 1})
-    folder.write_json("plan.json", {"precision": {"updates": updates}})
+    folder.write_json("plan.json", {"precision": {"updates": updates}, "compiled": True})
     checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)  # without a step nothing is kept
     stopped = resume.read_previous_run(folder)
+    assert stopped.compiled
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")
         is_kept = wish == "auto" and layout in ("single", "ddp")

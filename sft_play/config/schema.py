@@ -758,20 +758,21 @@ class TrainConfig(Section):
     fastest among what fits, without offload."""
 
     kernels: Literal["none", "auto", "liger"] = option(
-        "none", owner="training.class_checks.replaced_code"
+        "auto", owner="training.class_checks.replaced_code"
     )
-    """Kernels of norms, gated activations and rotary embeddings. liger: those of the package
-    liger-kernel, on a CUDA GPU, if a comparison before the first step shows that they compute the
-    same; else the plain ones, with a warning. auto: the same if the package is installed, else the
-    plain ones. The plan counts Liger's memory and speed for liger; for auto it counts the memory of
-    the plain ones, which take more."""
+    """Kernels of norms, gated activations and rotary embeddings. auto: on a CUDA GPU those of the
+    package liger-kernel, which make setup installs there, if a comparison before the first step
+    shows that they compute the same; else the plain ones, and the log says why. none: the plain
+    ones. liger: Liger's, or the run does not start. The plan counts Liger's memory and speed for
+    liger; for auto it counts the memory of the plain ones, which take more."""
 
-    compile: bool = option(False, owner="training.class_checks.replaced_code")
+    compile: Literal["auto"] | bool = option("auto", owner="training.class_checks.replaced_code")
     """Compile each block of the model with torch.compile, for training passes of any length, if a
     comparison before the first step shows that it computes the same; else the plain code runs, with
-    a warning. Evaluation and generation run the plain code. Compiling takes a minute or two at
-    every start, which the plan counts. Not with DeepSpeed, tensor or context parallelism,
-    train.kernels, Unsloth, or train.gradient_checkpointing=offload."""
+    a warning. auto: on a GPU, where the plan says that the run saves more than twice the time that
+    compiling takes. Evaluation and generation run the plain code. Compiling takes a minute or two,
+    which the plan counts; a later start takes it from the cache. Not with DeepSpeed, tensor or
+    context parallelism, train.kernels=liger, Unsloth, or train.gradient_checkpointing=offload."""
 
     logging_steps: int = option(1, owner="training.loop.trainer", ge=1)
     """Log metrics every N steps."""

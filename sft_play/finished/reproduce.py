@@ -246,6 +246,8 @@ def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[
         layers = plan["checkpointed_layers"]
         value = {0: "false", plan["layers"]: "true"}.get(layers, layers)
         overrides.append(f"{prefix}train.gradient_checkpointing={value}")
+    if config.train.compile == "auto":
+        overrides.append(f"{prefix}train.compile={json.dumps(bool(plan.get('compiled')))}")
     if config.eval.batch_size == "auto" and plan.get("eval_batch"):
         overrides.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
     return overrides

@@ -63,8 +63,9 @@ from sft_play.launch.run_hardware import (
 )
 from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
+from sft_play.machine.compiler import inductor_obstacle
 from sft_play.machine.hardware import Hardware, detect_hardware
-from sft_play.machine.software import cuda_libraries, missing_kernel_packages
+from sft_play.machine.software import LIGER_PACKAGE, cuda_libraries, missing_kernel_packages
 from sft_play.models.config_json import load_config_json
 from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration, explain
@@ -167,10 +168,25 @@ def build_plan_request(
         # runs here say nothing about a machine that is named
         measured_runs=[] if hardware.named else calibration.load_measured_runs(),
         row_tokens=rows or cached_row_tokens(config),
-        missing_packages=missing_kernel_packages(),
+        missing_packages=_missing_packages(hardware),
         libraries=cuda_libraries(),
         keeps_params=keeps_params,
+        inductor_obstacle=_inductor_obstacle(config, hardware),
     )
+
+
+def _missing_packages(hardware: Hardware) -> frozenset[str]:
+    # the environment of a named CUDA machine has Liger's kernels (`make setup`), whatever this one
+    # has
+    is_named_cuda = hardware.named and not any(gpu.is_amd for gpu in hardware.gpus)
+    return missing_kernel_packages() - ({LIGER_PACKAGE} if is_named_cuda else set())
+
+
+def _inductor_obstacle(config: RunConfig, hardware: Hardware) -> str | None:
+    if hardware.named or not hardware.gpus or config.train.compile != "auto":
+        return None
+    obstacle = inductor_obstacle(hardware, os.environ)
+    return None if obstacle is None else f"inductor cannot compile here: {obstacle[0]}"
 
 
 def plan_request(
@@ -615,7 +631,14 @@ def build_stage_request(
     request = StageRequest(
         dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name
     )
-    return request.with_changes(resumed_batch=resumed_batch, resumed_updates=resumed_updates)
+    resumed_compiled = None
+    if previous is not None and previous.has_trained:
+        resumed_compiled = previous.compiled
+    return request.with_changes(
+        resumed_batch=resumed_batch,
+        resumed_updates=resumed_updates,
+        resumed_compiled=resumed_compiled,
+    )
 
 
 def count_rows_before_planning(

@@ -106,7 +106,7 @@ def require_usable_hardware(
     accelerator would not be used, the model is too large for a CPU, Triton or inductor cannot build
     what is needed, or flash-attn 2 has no kernels.
     """
-    if config.train.compile:
+    if config.train.compile is True:
         require_inductor(hardware, environment)
     if config.model.attn_implementation == "flash_attention_2":
         old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]

@@ -580,7 +580,13 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     ]
     least_oom = min(oom_micro_batches, default=None)
     return PreviousRun(
-        layout, BatchPlan(*numbers), processes, updates, folder.has_trained, least_oom
+        layout,
+        BatchPlan(*numbers),
+        processes,
+        updates,
+        folder.has_trained,
+        least_oom,
+        compiled=bool(plan.get("compiled")),
     )
 
 

@@ -233,7 +233,10 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         "model.attn_implementation=auto": config.model.attn_implementation == "eager",
         # auto counts the plain ones' memory
         "train.kernels=liger": (
-            train.kernels == "auto" and has_liger and bool(request.hardware.gpus)
+            train.kernels == "auto"
+            and train.compile is not True
+            and has_liger
+            and bool(request.hardware.gpus)
         ),
     }
 

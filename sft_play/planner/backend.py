@@ -51,6 +51,8 @@ _SUPPORTED_OPTIONS = frozenset(
         "tuning.lora.use_rslora",
     }
 )  # fmt: skip
+# What Unsloth's process does anyway, where it is asked for.
+_FOLLOWED_VALUES: dict[str, Any] = {"train.kernels": "none", "train.compile": False}
 # Options that matter during training, whoever owns them.
 _UNSUPPORTED_OPTIONS = frozenset(
     {
@@ -208,7 +210,7 @@ def unsupported_options(config: RunConfig) -> list[str]:
         is_handled = (
             option.owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))
             and path not in _UNSUPPORTED_OPTIONS
-        )
+        ) or value == _FOLLOWED_VALUES.get(path, option.default)
         if value != option.default and path not in _SUPPORTED_OPTIONS and not is_handled:
             unsupported.append(f"{path}={one_line(json.dumps(value))}")
     return unsupported

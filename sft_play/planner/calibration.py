@@ -81,6 +81,9 @@ class MeasuredRun:
     # What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as
     # if unknown.
     kernels: KernelsName = "plain"
+    # Those that the memory was predicted for, where Liger's ran in a plan that counted the plain
+    # ones, which take more; None: `kernels`.
+    memory_kernels: KernelsName | None = None
     # Whether its blocks were compiled: such runs and plain ones do not correct each other's plans.
     compiled: bool = False
     # Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured.
@@ -282,7 +285,9 @@ def compute_correction(
     # what was asked for and what the plan counted can differ: a prediction that counted other
     # kernels is recorded as 0
     memory_runs = [
-        run for run in finished_runs if run.kernels == kernels.memory and run.predicted_reserved
+        run
+        for run in finished_runs
+        if (run.memory_kernels or run.kernels) == kernels.memory and run.predicted_reserved
     ]
     nearest_runs = _prefer_runs(
         [run for run in memory_runs if run.model != SELFTEST_MODEL],
@@ -303,7 +308,8 @@ def compute_correction(
     same_model_runs = [
         run
         for run in same_kind
-        if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)
+        if (run.layout, run.model, run.memory_kernels or run.kernels)
+        == (layout, model, kernels.memory)
     ]
     # those that ran out of about this budget, and that no later one disproves
     oom_runs: list[MeasuredRun] = []

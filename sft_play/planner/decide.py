@@ -33,6 +33,7 @@ from sft_play.planner.layout import (
     ImpossibleLayout,
     Layout,
     LayoutName,
+    compile_obstacle,
     context_parallel_layouts,
     find_layouts,
 )
@@ -50,17 +51,21 @@ from sft_play.planner.plan import (
 from sft_play.planner.precision import WeightUpdates, choose_precision
 from sft_play.planner.speed import (
     check_compile_options,
+    compile_conflicts,
     estimate_compile_s,
     find_rates,
     find_speed_error,
 )
-from sft_play.text import GIB
+from sft_play.text import GIB, format_duration
 
 # Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
 MIN_ROW_TOKENS = 8
 # Relative difference between estimate and trace above which the plan says that the larger one is
 # used.
 TRACE_TOLERANCE = 0.03
+# How many times what compiling costs a run has to save before `train.compile: auto` compiles: what
+# is saved is predicted, and compiling is paid for certain.
+MIN_COMPILE_GAIN = 2
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,10 @@ class PlanRequest:
     resumed_batch: BatchPlan | None = None
     # How updates reached the weights of a resumed run, which `weight_updates: auto` takes.
     resumed_updates: WeightUpdates | None = None
+    # Whether the blocks of a resumed run were compiled, which `train.compile: auto` takes.
+    resumed_compiled: bool | None = None
+    # Why inductor cannot compile on the machine that the run starts on; None where it can.
+    inductor_obstacle: str | None = None
 
     @property
     def named_layout(self) -> LayoutName | None:
@@ -122,6 +131,11 @@ def make_plan(
     _check_settings(request)  # first, so that the message names the setting and not a layout
     inputs, candidates, impossible = _evaluate_layouts(request, build_plan_inputs(request))
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
+    effective_batch = choice.batch.effective_batch
+    run_length = estimate_run_length(effective_batch) if estimate_run_length else None
+    shown_candidates = candidates_to_show(inputs, candidates, choice)  # the choice first
+    choice, inputs, compile_notes = _resolve_compile(request, inputs, choice, run_length)
+    shown_candidates[0], config = choice, inputs.config
     # the choice stands; below is what the run, its ranks and its reader have to know of it
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
@@ -141,16 +155,14 @@ def make_plan(
         activations_from = "trace"
     elif shape.block_meter is not None:
         activations_from = "measured"
-    speed_error = counted_kernels = run_length = mfu = None
+    speed_error = counted_kernels = mfu = None
     # model FLOP utilisation: the model's own operations per second over the peak
     if inputs.rates.is_known:
         mfu = choice.speed.model_flops / choice.speed.step_s / inputs.rates.matrix_flops_per_s
     if speed_known:
         speed_error = find_speed_error(shape, choice.precision, hardware, step)
-    if config.train.kernels != "none":
+    if kernels.reason:
         counted_kernels = kernels.counted_kernels
-    if estimate_run_length is not None:
-        run_length = estimate_run_length(choice.batch.effective_batch)
     return Plan(
         choice=choice,
         precision=choice.precision,
@@ -169,9 +181,9 @@ def make_plan(
             max_seq_len=request.max_seq_len,
             repeats_kv=repeats_kv,
             kernels=kernels,
-            notes=notes,
+            notes=[*notes, *compile_notes],
         ),
-        candidates=tuple(candidates_to_show(inputs, candidates, choice)),
+        candidates=tuple(shown_candidates),
         not_possible=impossible,
         speed_known=speed_known,
         speed_error=speed_error,
@@ -180,6 +192,7 @@ def make_plan(
         micro_batches=plan_micro_batches(inputs, choice.precision, step),
         row_tokens=inputs.row_tokens,
         kernels=counted_kernels,
+        compiled=config.train.compile is True,
         compile_s=estimate_compile_s(config, shape),
         activations_from=activations_from,
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
@@ -273,7 +286,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
             layout=layout.name,
             model=config.model.name,
             kernels=kernels.counted_kernels,
-            is_compiled=config.train.compile,
+            is_compiled=config.train.compile is True,
             budget_bytes=device_budget_bytes(hardware),
         )
 
@@ -355,6 +368,108 @@ def _choose_confirmed(
             uncorrected=dataclasses.replace(choice.uncorrected, reserved=raw_reserved),
             is_traced=True,
         )
+
+
+# --- train.compile: auto --------------------------------------------------------------------------
+def compiled_config(config: RunConfig) -> RunConfig:
+    """The config with compiled blocks."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": True})})
+
+
+def _resolve_compile(
+    request: PlanRequest, inputs: PlanInputs, choice: Candidate, run_length: RunLength | None
+) -> tuple[Candidate, PlanInputs, list[str]]:
+    """The choice with compiled blocks, and what is shared by its figures, where `train.compile:
+    auto` takes them; else both as they are. Beside them the reason, if auto was asked for on a
+    GPU."""
+    if request.config.train.compile != "auto" or not request.hardware.gpus:
+        return choice, inputs, []
+    compiled, reason = _decide_compile(request, inputs, choice, run_length)
+    if compiled is None:
+        return choice, inputs, [reason]
+    config = compiled_config(request.config)
+    return compiled, dataclasses.replace(inputs, config=config), [reason]
+
+
+def _decide_compile(
+    request: PlanRequest, inputs: PlanInputs, choice: Candidate, run_length: RunLength | None
+) -> tuple[Candidate | None, str]:
+    """Decide whether the choice runs with compiled blocks. Returns it so, with its own speed, or
+    None; and why, with what the run saves and what compiling costs. Memory stays that of the plain
+    code, an upper bound."""
+    plain_text = "compile: train.compile=auto: blocks are not compiled, because "
+    obstacle = _compile_auto_obstacle(request, inputs, choice, run_length)
+    if obstacle is not None or run_length is None:
+        return None, f"{plain_text}{obstacle}"
+    config = compiled_config(request.config)
+    compiled = build_candidate(
+        build_plan_inputs(
+            dataclasses.replace(request, config=config),
+            fp32_master_weights=inputs.fp32_master_weights,
+        ),
+        choice.layout,
+        choice.batch,
+        choice.checkpointed_layers,
+        loss=choice.step.loss,
+        eval_rows=choice.step.eval_batch,
+    )
+    if compiled.step != choice.step:
+        return None, f"{plain_text}rows would lie otherwise, with more memory than is planned"
+    if not compiled.fits:
+        return None, f"{plain_text}earlier compiled runs took more memory than there is"
+    # by the two predictions alone: one of them may have been corrected by measured runs
+    speedup = compiled.uncorrected.tokens_per_s / choice.uncorrected.tokens_per_s
+    saved_s = run_length.steps * choice.speed.step_s * (1 - 1 / speedup)
+    compile_s = estimate_compile_s(config, inputs.shape)
+    kernels = plan_kernels(
+        request.config,
+        inputs.shape,
+        choice.layout,
+        on_gpu=choice.step.on_gpu,
+        missing_packages=inputs.rates.missing_packages,
+    )
+    other_code = "plain blocks" if kernels.speed is None else "Liger's kernels"
+    figures = (
+        f"{run_length.steps:,} steps save {format_duration(max(0.0, saved_s))} over {other_code},"
+        f" and compiling costs {format_duration(compile_s)}"
+    )
+    if request.resumed_compiled is None and saved_s <= MIN_COMPILE_GAIN * compile_s:
+        return None, f"{plain_text}{figures}, which is worth it from {MIN_COMPILE_GAIN} times on"
+    memory = dataclasses.replace(
+        choice.memory, reserved=max(choice.memory.reserved, compiled.memory.reserved)
+    )
+    compiled = dataclasses.replace(
+        choice,
+        memory=memory,
+        speed=compiled.speed,
+        uncorrected=dataclasses.replace(
+            choice.uncorrected, tokens_per_s=compiled.uncorrected.tokens_per_s
+        ),
+    )
+    return compiled, (
+        f"compile: train.compile=auto: blocks are compiled: {figures}; other candidates are shown"
+        f" with {other_code}"
+    )
+
+
+def _compile_auto_obstacle(
+    request: PlanRequest, inputs: PlanInputs, choice: Candidate, run_length: RunLength | None
+) -> str | None:
+    config = request.config
+    conflicts = compile_conflicts(config)
+    if config.tuning.backend != "bnb":
+        return f"tuning.backend={config.tuning.backend} has its own"
+    if conflicts:
+        return f"{' and '.join(conflicts)} was asked for"
+    if not choice.fits:
+        return "nothing fits"
+    if request.resumed_compiled is False:
+        return "those of the run that is resumed were not"
+    if not inputs.rates.is_known:
+        return "the speed of this GPU is not known"
+    if run_length is None:
+        return "the number of steps is not known"
+    return compile_obstacle(choice.layout) or request.inductor_obstacle
 
 
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:

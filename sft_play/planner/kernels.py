@@ -240,7 +240,7 @@ class RowAttention:
             return "attention between boundaries has no dropout"
         if (
             self._unsloth_reason is None
-            and self.config.train.compile
+            and self.config.train.compile is True
             and self.one_by_one_reason(precision) is not None
         ):
             return (
@@ -276,8 +276,9 @@ class RowAttention:
 #
 # A plan is made before the run has proven Liger's kernels, and on machines that lack them. What is
 # counted errs on the side that fits: with `train.kernels: auto` the bytes of the plain code, which
-# takes more, and the speed of what the run will take here; with `liger` both of Liger's, since the
-# run was asked for by name and refuses to start without the package.
+# takes more, and the speed of what the run will take: on the present machine by what is installed,
+# on a named one what its environment has; with `liger` both of Liger's, since the run was asked for
+# by name and refuses to start without the package.
 
 LIGER_VERSION = "0.8.5"
 # Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of
@@ -358,10 +359,11 @@ def plan_kernels(
     on_gpu: bool,
     missing_packages: Collection[str] = (),
 ) -> PlannedKernels:
-    """What is counted in a layout; `missing_packages`: not installed here, which only `auto`
-    asks."""
-    option = config.train.kernels
-    if option == "none":
+    """What is counted in a layout; `missing_packages`: not installed where the run starts, which
+    only `auto` asks."""
+    option, is_auto = config.train.kernels, config.train.kernels == "auto"
+    # nobody expects Triton on a CPU, and the compiler writes such kernels itself
+    if option == "none" or (is_auto and (config.train.compile is True or not on_gpu)):
         return PlannedKernels()
     setting = f"kernels: train.kernels={option}: "
     problem = None
@@ -378,7 +380,7 @@ def plan_kernels(
         )
     # asked for by name, a missing package is refused when the run starts; the plan may be made on
     # another machine
-    elif option == "auto" and LIGER_PACKAGE in missing_packages:
+    elif is_auto and LIGER_PACKAGE in missing_packages:
         problem = f"{LIGER_PACKAGE} is not installed here"
     if problem is not None:
         return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
@@ -417,7 +419,7 @@ def groups_adapters(config: RunConfig, precision: Precision, layout: Layout) -> 
         tuning.mode != "full"
         and tuning.backend == "bnb"
         and config.train.kernels != "none"
-        and not config.train.compile
+        and config.train.compile is not True
         and layout.name in ("single", "ddp")
         and not (tuning.lora.use_dora or tuning.lora.dropout)
         # autocast casts a base in another dtype in each pass

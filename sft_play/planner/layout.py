@@ -230,6 +230,8 @@ class PreviousRun:
     has_trained: bool = True
     # The smallest micro-batch that has run out of memory; None where none has.
     oom_micro_batch: int | None = None
+    # Whether its blocks were compiled.
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         # 0: the run's manifest does not say, and then every rank had rows of its own
@@ -391,6 +393,15 @@ def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
     return layouts + offload_layouts
 
 
+def compile_obstacle(layout: Layout) -> str | None:
+    """Why blocks are not compiled in a layout; None where they can be."""
+    if layout.is_zero:
+        return "ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
+    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
+        return f"ranks of {layout.name} exchange inside each block, which was not tried compiled"
+    return None
+
+
 def _layout_obstacle(
     layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> str | None:
@@ -401,16 +412,8 @@ def _layout_obstacle(
             "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts"
             " beside the training"
         )
-    if config.train.compile and layout.is_zero:
-        return (
-            "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp"
-            " shards the same"
-        )
-    if config.train.compile and (layout.tensor_parallel > 1 or layout.context_parallel > 1):
-        return (
-            f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried"
-            " compiled"
-        )
+    if config.train.compile is True and (obstacle := compile_obstacle(layout)) is not None:
+        return f"train.compile: {obstacle}"
     if (
         config.model.add_tokens
         and config.tuning.mode != "full"

@@ -251,6 +251,8 @@ class Plan:
     row_tokens: RowTokens | None = None
     # The kernels that memory and speed count; None where the config leaves the model's own.
     kernels: CountedKernels | None = None
+    # Whether the run compiles blocks: `train.compile` resolved.
+    compiled: bool = False
     # Seconds of compiling blocks at the start of the run.
     compile_s: float = 0.0
     # What the choice's activations are from: the estimate of the class's blocks, its blocks as they
@@ -312,7 +314,7 @@ class Plan:
             if plan_field.name not in _OTHER_JSON_FIELDS
         }
         # plans without these had the JSON before them: a recorded plan stays byte for byte
-        for name in ("kernels", "compile_s", "deepspeed", "parameters"):
+        for name in ("kernels", "compiled", "compile_s", "deepspeed", "parameters"):
             if not own_fields[name]:
                 del own_fields[name]
         return {

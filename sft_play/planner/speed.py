@@ -217,17 +217,22 @@ COMPILE_S = {"full": 29.0, "lora": 83.0, "qlora": 83.0}
 COMPILE_CHECK_S = 20.0
 
 
-def check_compile_options(config: RunConfig) -> None:
-    """Raises ConfigError for settings beside which blocks are not compiled."""
-    train = config.train
-    conflicts = []
-    if train.kernels != "none":
-        conflicts.append(f"train.kernels={train.kernels} (none: the compiler writes such kernels)")
+def compile_conflicts(config: RunConfig) -> list[str]:
+    """Settings beside which blocks are not compiled, each with what to set instead."""
+    train, conflicts = config.train, []
+    if train.kernels == "liger":
+        conflicts.append("train.kernels=liger (auto: the compiler writes such kernels)")
     if train.gradient_checkpointing == "offload":
         conflicts.append(
             "train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)"
         )
-    if train.compile and conflicts:
+    return conflicts
+
+
+def check_compile_options(config: RunConfig) -> None:
+    """Raises ConfigError where compiled blocks are asked for beside settings that exclude them."""
+    conflicts = compile_conflicts(config)
+    if config.train.compile is True and conflicts:
         raise ConfigError(
             f"train.compile: true does not go together with {' and '.join(conflicts)}; or"
             " train.compile=false"
@@ -240,14 +245,14 @@ def estimate_compile_s(config: RunConfig, shape: ModelShape) -> float:
     # blocks of one kind share their compiled code
     return (
         COMPILE_S[config.tuning.mode] * len(shape.layers) + COMPILE_CHECK_S
-        if config.train.compile
+        if config.train.compile is True
         else 0.0
     )
 
 
 def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
     """What the plan assumes of compiled blocks, as a reason."""
-    if not config.train.compile:
+    if config.train.compile is not True:
         return []
     return [
         f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain"
@@ -661,7 +666,7 @@ class _Roofline:
             per_token * micro_steps.padded_tokens * shape.num_layers * pass_count / tensor_parallel
         )
         moving_s = self._memory_seconds(
-            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0)
+            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile is True else 1.0)
             + weight_bytes * pass_count
         )
         # half a byte read and two written per weight
@@ -671,7 +676,7 @@ class _Roofline:
             else 0.0
         )
         layer_start_share = 1.0 if mode == "full" else 1.5
-        layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile else 1.0
+        layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile is True else 1.0
         layer_start_share += CHAT_START_SHARE * micro_steps.rows * step.one_by_one
         starting_s = LAYER_OVERHEAD_S * shape.num_layers * (pass_count + 1) * layer_start_share
         if liger_operations is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from sft_play.files import cache_dir
 from sft_play.log import one_line
 from sft_play.variables import VARIABLES
 
@@ -76,6 +77,19 @@ def openmp_wait_variables(
     if {*SHORT_SPIN, *NO_SPIN, "KMP_BLOCKTIME"} & set(environment):
         return {}
     return dict(NO_SPIN if measure_busy_cores() > _BUSY_CORES else SHORT_SPIN)
+
+
+# Where inductor keeps what it has compiled.
+COMPILE_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before torch is loaded: what is compiled is kept in this project's cache, so
+    that ranks share it and a restart takes it; torch's own place is in /tmp. Empty where the
+    environment names a place."""
+    if environment.get(COMPILE_CACHE_VARIABLE):
+        return {}
+    return {COMPILE_CACHE_VARIABLE: str((cache_dir(environment) / "inductor").absolute())}
 
 
 # The variables from which PyTorch's caching allocator reads its setting; the older names still

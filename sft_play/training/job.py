@@ -122,7 +122,7 @@ def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibrat
             "predicted_tokens_per_s": 0.0,
             "measured_tokens_per_s": 0.0,
             "kernels": (plan.kernels or CountedKernels()).memory,
-            "compiled": config.train.compile,
+            "compiled": plan.compiled,
             **measurements,
         },
     )
@@ -137,11 +137,10 @@ def record_measurements(
     for (config, plan), figures in zip(
         configs_and_plans, stage_summaries or [summary], strict=False
     ):
-        # plans predict the other backend, and the speed of compiled blocks where these are asked
-        # for
+        # plans predict the other backend, and the speed of compiled blocks where they choose them
         is_predicted = (
             figures.get("backend") != "unsloth"
-            and (figures.get("compile") is not None) == config.train.compile
+            and bool((figures.get("compile") or {}).get("graphs")) == plan.compiled
         )
         if not is_predicted or not (plan.hardware.gpus or not stage_summaries):
             continue
@@ -174,11 +173,12 @@ def record_measurements(
             "predicted_reserved": 0,
         }
         # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the
-        # calibration.
+        # calibration. The plain ones' memory is one, an upper bound of Liger's.
         counted_kernels = plan.kernels or CountedKernels()
         if counted_kernels.speed == used_kernels:
             measurements["predicted_tokens_per_s"] = plan.choice.uncorrected.tokens_per_s
-        if counted_kernels.memory == used_kernels:
+        if counted_kernels.memory in ("plain", used_kernels):
+            measurements["memory_kernels"] = counted_kernels.memory
             measurements["predicted_allocated"] = max(allocated for allocated, _ in predicted_peaks)
             measurements["predicted_reserved"] = max(
                 bytes_reserved for _, bytes_reserved in predicted_peaks

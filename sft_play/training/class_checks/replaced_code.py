@@ -9,6 +9,7 @@ Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a hea
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -320,6 +321,12 @@ class ActiveKernels:
     reason: str | None = None
 
 
+def restore_plain_code() -> None:
+    """Put back what Liger's functions replaced for this process's last model, such as that of the
+    stage before."""
+    _kernels_of_run.close()
+
+
 def check_kernels(config: RunConfig, plan: Plan) -> None:
     """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this
     layout."""
@@ -333,7 +340,7 @@ def activate_kernels(
     """Replace what Liger has kernels for, if the config wants it and they are proven; all ranks do
     the same. The model has no adapters yet. Raises ConfigError: kernels were asked for by name, and
     compute something else."""
-    _kernels_of_run.close()
+    restore_plain_code()
     if config.train.kernels == "none":
         return ActiveKernels()
 
@@ -353,7 +360,9 @@ def activate_kernels(
     if class_check is None:
         if config.train.kernels == "liger":
             raise ConfigError(f"train.kernels: liger: {reason}; use train.kernels=auto, or none")
-        logger.debug("Kernels: the plain ones; train.kernels=auto: %s", reason)
+        # on a CPU nobody misses them
+        level = logging.INFO if plan.hardware.device == "cuda" else logging.DEBUG
+        logger.log(level, "Kernels: the plain ones; train.kernels=auto: %s", reason)
         return ActiveKernels(reason=reason)
     replaced = _kernels_of_run.enter_context(_liger_kernels([model]))
     names, figures = ", ".join(replaced), class_check.figures_text
@@ -453,6 +462,7 @@ class CompileMonitor(TrainerCallback):
     def __init__(self) -> None:
         from torch._dynamo import config
         from torch._dynamo.callback import callback_handler
+        from torch._functorch import config as functorch_config
 
         self.on_compiled: list[Callable[[float], None]] = []
         self._seconds = self._compile_start = 0.0
@@ -465,18 +475,25 @@ class CompileMonitor(TrainerCallback):
         # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks
         # are small already
         stack.enter_context(config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS_PER_BLOCK))
+        # compiled with the forward pass, the backward one fails where the plain code can still run
+        stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         self.close = stack.close
         self._initial_counts = _dynamo_counts()
 
     def figures(self) -> dict[str, Any]:
         """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs,
-        and `breaks`, at which plain code runs: between two graphs, or since too many kinds of
-        passes were seen."""
-        graphs, breaks = (
+        `cached`, which of inductor's were in its cache, and `breaks`, at which plain code runs:
+        between two graphs, or since too many kinds of passes were seen."""
+        graphs, breaks, cached = (
             count - initial
             for count, initial in zip(_dynamo_counts(), self._initial_counts, strict=True)
         )
-        return {"seconds": round(self._seconds, 2), "graphs": graphs, "breaks": breaks}
+        return {
+            "seconds": round(self._seconds, 2),
+            "graphs": graphs,
+            "cached": cached,
+            "breaks": breaks,
+        }
 
     def _on_compile_start(self, _: Any) -> None:
         self._compile_start = time.perf_counter()
@@ -486,6 +503,31 @@ class CompileMonitor(TrainerCallback):
         self._seconds += seconds
         for callback in self.on_compiled:
             callback(seconds)
+
+    def run_block(
+        self,
+        blocks: Sequence[torch.nn.Module],
+        block: torch.nn.Module,
+        compiled: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a compiled block. The first that the compiler fails at leaves all of them plain, with
+        one warning: adapters and packed weights are not in the small model that was proven."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            for one in blocks:
+                one._compiled_call_impl = None
+            self._has_warned = True
+            # the first paragraph: after it torch advises on its own settings
+            problem = " ".join(str(error).partition("\n\n")[0].split())
+            logger.warning(
+                "Compiled blocks: none, the plain code runs: %s", one_line(problem, limit=200)
+            )
+            return block(*args, **kwargs)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Warn once of what is not compiled."""
@@ -500,18 +542,16 @@ class CompileMonitor(TrainerCallback):
             )
 
 
-def compile_blocks(
-    model: Any, config: RunConfig, plan: Plan, *, device: torch.device
-) -> CompileMonitor | None:
-    """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do
-    the same."""
-    if not config.train.compile:
-        return None
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+def verify_compiled_blocks(model: Any, plan: Plan, *, device: torch.device) -> bool:
+    """True if the plan compiles blocks and they are proven for the class of the model, which has no
+    adapters and no other kernels yet; all ranks say the same."""
+    if not plan.compiled:
+        return False
+    restore_plain_code()
     class_check, reason = all_ranks_agree(
         lambda: _compare_on_small_models(
             check_compiled_blocks,
-            base,
+            model,
             plan,
             device=device,
             problem="a small model of this class computes something else compiled",
@@ -519,14 +559,26 @@ def compile_blocks(
     )
     if class_check is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
-        return None
-    blocks, figures = compile_in_place(model), class_check.figures_text
+        return False
     logger.debug(
-        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)",
-        blocks,
-        figures,
+        "Compiled blocks: proven on a small model of this class: %s", class_check.figures_text
     )
-    return CompileMonitor()
+    return True
+
+
+def compile_blocks(model: torch.nn.Module) -> CompileMonitor:
+    """Compile a model's blocks, each at its first pass.
+
+    A block's `forward` checkpoints and its hooks shard, so that checkpointing is inside what is
+    compiled and FSDP2's gathers are around it, as torchtitan has it.
+    """
+    monitor, blocks = CompileMonitor(), decoder_layers(model)
+    logger.debug("Compiled blocks: %d, at their first pass", compile_in_place(model))
+    for block in blocks:
+        block._compiled_call_impl = functools.partial(
+            monitor.run_block, blocks, block, block._compiled_call_impl
+        )
+    return monitor
 
 
 def check_compiled_blocks(
@@ -567,14 +619,19 @@ def compile_in_place(model: torch.nn.Module) -> int:
     return len(blocks)
 
 
-def _dynamo_counts() -> tuple[int, int]:
-    # graphs, and breaks or functions that it gave up
+def _dynamo_counts() -> tuple[int, int, int]:
+    # graphs, breaks or functions that it gave up, and graphs of inductor from its cache, where a
+    # graph has one forwards and one backwards
     from torch._dynamo.utils import counters
 
     limit_breaks = sum(
         count for name, count in counters["unimplemented"].items() if "limit exceeded" in name
     )
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()) + limit_breaks
+    return (
+        counters["stats"]["unique_graphs"],
+        sum(counters["graph_break"].values()) + limit_breaks,
+        counters["inductor"]["fxgraph_cache_hit"],
+    )
 
 
 # --------------------------------------------------------------------------------------------------

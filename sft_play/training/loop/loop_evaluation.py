@@ -4,6 +4,7 @@ answers."""
 import contextlib
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -111,6 +112,14 @@ class EvaluatedLoop(CheckpointedLoop):
         self._max_eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)
 
+    def plain_blocks(self) -> AbstractContextManager[Any]:
+        """Run compiled blocks as plain code: they would be compiled once more for passes without
+        gradients, and for rows of which there is one."""
+        if self.compile_monitor is None:
+            return contextlib.nullcontext()
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
+
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -130,12 +139,6 @@ class EvaluatedLoop(CheckpointedLoop):
         dataset = pad_to_multiple(dataset, multiple=batch_size * ranks if ranks > 1 else 1)
         self._trained_tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head_sums = self._eval_source_sums = None
-        # compiled blocks would be compiled once more for passes without gradients
-        eager_context = (
-            torch.compiler.set_stance("force_eager")
-            if self.compile_monitor is not None
-            else contextlib.nullcontext()
-        )
         # blocks of text are not asked for answers, which have a new length for every token
         attention_context = (
             contextlib.nullcontext()
@@ -146,7 +149,7 @@ class EvaluatedLoop(CheckpointedLoop):
         with (
             torch.random.fork_rng(distributed.rng_devices()),
             self._monitor.timed_part("evaluation", label=prefix),
-            eager_context,
+            self.plain_blocks(),
             attention_context,
         ):
             # the Trainer has no argument for the batch size of one evaluation

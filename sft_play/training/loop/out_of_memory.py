@@ -185,18 +185,13 @@ class StepMemory(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Compute the longest rows of an epoch once and drop what came of it, so that a lack of
         memory shows now. Not under DeepSpeed, which would count the gradients as a part of the
-        first step; not for compiled blocks, which are compiled for the shapes that come first; not
-        for rotations that keep the longest row in mind.
+        first step; not for rotations that keep the longest row in mind.
         """
         trainer = self._trainer
         rope_parameters = (
             getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
         )
-        if (
-            trainer.is_deepspeed_enabled
-            or trainer.compile_monitor is not None
-            or "dynamic" in str(rope_parameters)
-        ):
+        if trainer.is_deepspeed_enabled or "dynamic" in str(rope_parameters):
             return
         trainer.heartbeat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
@@ -220,9 +215,11 @@ class StepMemory(TrainerCallback):
         batch = self._collate(rows_by_rank[rank])
         trainer.current_gradient_accumulation_steps = 1  # the Trainer sets it in a step
         trainer.refresh_adapter_copies()
-        trainer.compute_micro_step(
-            trainer.model_wrapped, batch, torch.tensor(batch["labels"].numel(), device=device)
-        )
+        # compiled blocks too run their plain code here, whose memory is what the plan counts
+        with trainer.plain_blocks():
+            trainer.compute_micro_step(
+                trainer.model_wrapped, batch, torch.tensor(batch["labels"].numel(), device=device)
+            )
         del stand_ins
 
 

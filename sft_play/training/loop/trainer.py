@@ -30,9 +30,11 @@ from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
 from sft_play.training.class_checks.adapter_trial import freeze_parameters
 from sft_play.training.class_checks.replaced_code import (
+    ActiveKernels,
     activate_grouped_adapters,
     activate_kernels,
     compile_blocks,
+    verify_compiled_blocks,
     verify_varlen_kernel,
 )
 from sft_play.training.job import RunJob
@@ -379,8 +381,12 @@ def load_trainer(
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _load_model(job, model_spec, begins_from)
     set_backbone_prefix(model)
-    # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
-    active_kernels = activate_kernels(model, config, plan, device=arguments.device)
+    # before there are adapters: Liger's functions take a model of transformers, not one of PEFT;
+    # compiled blocks have no use for them
+    active_kernels = ActiveKernels()
+    compiles = verify_compiled_blocks(model, plan, device=arguments.device)
+    if not compiles:
+        active_kernels = activate_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     verify_varlen_kernel(model_spec, plan, device=arguments.device)
     attention_functions.enable_cudnn(enabled=plan.choice.step.cudnn)
@@ -408,10 +414,11 @@ def load_trainer(
         _fill_adapter(trainer, job, model_spec, source, begins_from)
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze_parameters(trainer.model, model_spec.untrained_parameters)
-    trainer.compile_monitor = compile_blocks(trainer.model, config, plan, device=arguments.device)
+    if compiles:
+        trainer.compile_monitor = compile_blocks(trainer.model)
     # comes last: only whole tensors can be filled
     _divide_weights(trainer, job, model_spec, source)
-    if prepared.trains_adapter:
+    if prepared.trains_adapter and trainer.compile_monitor is None:
         trainer.grouped_adapters = activate_grouped_adapters(
             trainer.model, config, plan, device=arguments.device
         )
