@@ -21,13 +21,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_model import write_random_model
 from benchmarks.report_header import report_header
 from benchmarks.steps import bench
 from benchmarks.steps.material import write_chats, write_config
 from sft_play.runs.files import write_json
+from sft_play.trace.pass_work import KernelLog
 
 SHAPE = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -39,24 +39,7 @@ COUNTED = {
     "lora, checkpointed": ("tuning.mode=lora", "train.gradient_checkpointing=true"),
     "qlora": ("tuning.mode=qlora",),
 }
-COUNTED_PASS = 3
-STEPS, WARMUP, ROUNDS = 60, 6, 4
-PEERS = ("bare", "trl")
-_ALLOCATIONS = ("empty", "new_empty", "_unsafe_view")
-"""Operators that start no kernel, beside those that return a view."""
-
-
-class KernelOperators(TorchDispatchMode):
-    """Counts the operators that start a kernel while open."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aliases = (one.alias_info for one in function._schema.returns)
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not is_view and not function._schema.name.removeprefix("aten::").startswith(_ALLOCATIONS):
-            self.count += 1
-        return function(*args, **kwargs or {})
+COUNTED_PASS, STEPS, WARMUP, ROUNDS, PEERS = 3, 60, 6, 4, ("bare", "trl")
 
 
 class _Counted(BaseException):
@@ -76,7 +59,7 @@ def operators_of_run(config: Path, *, overrides: tuple[str, ...]) -> int:
     from sft_play.launch.start import start_run
     from sft_play.training.loop.loop import PlannedLoop
 
-    real, operators, passes = PlannedLoop.compute_micro_step, KernelOperators(), iter(range(1, 100))
+    real, operators, passes = PlannedLoop.compute_micro_step, KernelLog(), iter(range(1, 100))
 
     def counted(self: Any, *args: Any, **options: Any) -> Any:
         if next(passes) < COUNTED_PASS:
@@ -99,7 +82,7 @@ def operators_of_stock_peft(config: Path) -> int:
 
     base = AutoModelForCausalLM.from_pretrained(config.parent / "model")
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
-    ids, operators = torch.arange(8)[None], KernelOperators()
+    ids, operators = torch.arange(8)[None], KernelLog()
     with operators:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss

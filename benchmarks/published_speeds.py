@@ -2,7 +2,7 @@
 
 `published_speeds.csv` has a row a run (README.md, Speeds); errors are those of the rows held out. `kernels`: `plain`
 (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's LoRA, Transformer Engine),
-which the plan takes for plain. `checkpointing`: all layers, none, or the share of them.
+which the plan takes for Liger's. `checkpointing`: all layers, none, or the share of them.
 """
 
 import csv
@@ -42,11 +42,14 @@ named_hardware = functools.cache(parse_hardware)
 
 
 @functools.cache
-def speed_config(mode: str, rank: str = "", compiled: bool = False) -> RunConfig:
+def speed_config(mode: str, rank: str = "", kernels: str = "plain") -> RunConfig:
     """The config of a run of which no more than this matters to its speed."""
     lora = f", lora: {{r: {rank}}}" if rank else ""
-    train = f"train: {{kernels: none, compile: {str(compiled).lower()}}}"
-    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\n{train}", name="row")
+    train = {
+        "plain": "kernels: none, compile: false", "compiled": "kernels: none, compile: true",
+        "fused": "kernels: liger, compile: false",
+    }[kernels]  # fmt: skip
+    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\ntrain: {{{train}}}", name="row")
 
 
 def read_speed_rows() -> list[dict[str, str]]:
@@ -74,7 +77,7 @@ def predict_error(row: Mapping[str, str]) -> SpeedError:
 def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     """Predicted and published tokens per second and GPU of a row, and their quotient."""
     machine, published = named_hardware(row["machine"]), float(row["tokens_per_s_gpu"])
-    config = speed_config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
+    config = speed_config(row["mode"], row["lora_r"], row["kernels"])
     rates = find_rates(machine, PRECISION)
     speed = predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
     predicted = speed.tokens_per_s / len(machine.gpus)

@@ -21,6 +21,8 @@ MODELS = (
 MODES = ("qlora", "lora", "full")
 ROW_TOKENS, ROWS = 2048, 16
 """Tokens of a row, and rows of an optimizer step, at which the speed is predicted."""
+MEASURED = {("Qwen/Qwen3-4B", "lora", "H100"): 13_160}
+"""Tokens per second that were measured of a cell's own rows, in steady steps (LOG.md, 2026-11-26)."""
 _BASE = ROOT / "configs" / "run_bnb.yaml"
 _ABOUT = """# What fits where
 
@@ -28,10 +30,11 @@ One card, nothing offloaded to RAM, rows of one length, {rows} rows an optimizer
 (closed form, no trace). Written by `make -C benchmarks generate`; the figures are of {date}.
 
 Each cell has the longest rows that fit (tokens, with one row per pass and every layer recomputed), and for rows of
-{tokens:,} tokens the micro-batch, the tokens per second with the error of its kind of run (`speed_error`), and the
-hours for a million tokens. `-`: does not fit. `?`: no published run of the kind was compared. The longest rows keep the
-plan's margin free; how well memory is predicted is in [memory-model.md](memory-model.md), speed in
-[plan.md](plan.md). The same for your run: `make plan CONFIG=my.yaml HARDWARE=1xRTX4090 MAX=seq_len`.
+{tokens:,} tokens the micro-batch, the tokens per second (counted, on a host that was not measured) with the error of
+its kind of run (`speed_error`), what was measured of them, and the hours for a million tokens. `-`: does not fit.
+`?`: no published run of the kind was compared. The longest rows keep the plan's margin free; how well memory is
+predicted is in [memory-model.md](memory-model.md), speed in [plan.md](plan.md). The same for your run: `make plan
+CONFIG=my.yaml HARDWARE=1xRTX4090 MAX=seq_len`.
 """
 
 
@@ -54,6 +57,8 @@ def cell(model: str, mode: str, card: str) -> str:
     share = plan.speed_error.share if plan.speed_error else None
     error = "?" if share is None else f"±{share:.0%}"
     speed, hours = plan.speed.tokens_per_s, 1e6 / plan.speed.tokens_per_s / 3600
+    if (model, mode, card) in MEASURED:
+        error += f" (measured: {MEASURED[model, mode, card]:,})"
     return f"{longest:,}; micro {plan.batch.micro_batch}, {speed:,.0f}/s {error}, {hours:.2g} h"
 
 

@@ -1,7 +1,6 @@
 """A plan's figures with Liger's kernels: their bytes by rules written again and against traces, their speed, and what
 is counted where the run may fall back."""
 
-import functools
 import inspect
 import itertools
 import json
@@ -28,9 +27,9 @@ from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import OWN_SEGMENT_BYTES
 from sft_play.planner.memory.tape import Tape, liger_norm
+from sft_play.planner.pass_work import DirectionWork, PassWork, apply_liger
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed import liger_saved_bytes, liger_saved_starts_s
 from sft_play.text import GIB
 from sft_play.trace import build
 from sft_play.trace.confirm import trace_candidate
@@ -208,21 +207,21 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 def test_saved_bytes_are_those_counted_by_hand() -> None:
-    # Llama: 2 norms of h = 4, q + kv = 4 + 2 rotated, gate of f = 3, one layer, e = 2
+    # Llama: 2 norms of h = 4, q + k = 4 + 2 rotated, gate of f = 3, one layer, e = 2
     model = {"model_type": "llama", "hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 8}  # fmt: skip
     shape = parse_model_shape(model, name="m")
-    # a norm moves 36 bytes an element and then 84, Liger's 4 and 6; a rotation 20 and 30, Liger's 4 and 4; a gate 10
+    # a norm moves 36 bytes an element and then 84, Liger's 4 and 6; a rotation 20 and 32, Liger's 4 and 4; a gate 10
     # and 18, Liger's 6 and 10
-    forward = 2 * 4 * 32 + 6 * 16 + 3 * 4
-    backward = 2 * 4 * 78 + 6 * 26 + 3 * 8
-    given = (shape, LIGER_REPLACEMENTS["llama"])
-    saved, starts = (functools.partial(of, *given) for of in (liger_saved_bytes, liger_saved_starts_s))
-    assert saved(e=2, recomputed_share=0.0) == forward + backward
-    assert saved(e=2, recomputed_share=1.0) == 2 * forward + backward
-    # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
-    assert saved(e=4, recomputed_share=0.0) == 2 * 4 * (20 + 64) + 6 * (32 + 52) + 3 * (8 + 16)
-    assert starts(recomputed_share=0.0) == pytest.approx(2 * 32e-6 + 242e-6)
+    plain = PassWork(DirectionWork(1e4, 7, 100), DirectionWork(2e4, 8, 200))
+    fused = apply_liger(plain, shape, LIGER_REPLACEMENTS["llama"], half=True)
+    assert plain.forward.token_bytes - fused.forward.token_bytes == 2 * 4 * 32 + 6 * 16 + 3 * 4
+    assert plain.backward.token_bytes - fused.backward.token_bytes == 2 * 4 * 78 + 6 * 28 + 3 * 8
+    assert (fused.forward.fixed_bytes, fused.backward.fixed_bytes) == (7, 8)
+    # in fp32 nothing is cast: 28 and 76 against 8 and 12; 48 and 68 against 8 and 8; 20 and 36 against 12 and 20
+    fused = apply_liger(plain, shape, LIGER_REPLACEMENTS["llama"], half=False)
+    assert plain.token_bytes - fused.token_bytes == 2 * 4 * (20 + 64) + 6 * (40 + 60) + 3 * (8 + 16)
+    assert plain.operators - fused.operators == 2 * (1 + 1) + 5 + 6
 
 
 # --- what later plans learn, and falling back -----------------------------------------------------------------------

@@ -21,9 +21,10 @@ from sft_play.planner.batching import MicroBatches, average_micro_steps, summari
 from sft_play.planner.candidates import plan_micro_batches
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import RowAttention
+from sft_play.planner.pass_work import CHAT_OPERATORS, FORWARD_OPERATOR_WEIGHT, OUTER_OPERATORS
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed
+from sft_play.planner.speed import predict_speed
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -92,10 +93,10 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
 
 
 def test_every_chat_of_a_pass_costs_its_starts():
-    """By hand: a GPU whose products take no time waits for all starts, backwards counted twice."""
+    """By hand: a GPU that takes no time waits for all starts."""
     request = PlanRequest(run_of(mode="full"), load_model_shape(LLAMA), parse_hardware("1xH200"), has_eval=False)
     job = build_plan_inputs(request)
-    rates = dataclasses.replace(job.rates, matrix_flops_per_s=1e30, memory_bytes_per_s=1e30)
+    rates = dataclasses.replace(job.rates, card_factor=0.0, operator_s=1.0)
     plan, rows_of_one_length = make_plan(request), dataclasses.replace(job, row_tokens=None)
     step = candidates._build_step(rows_of_one_length, plan.choice.layout, plan.batch, 0, loss="chunked")
     assert step.varlen
@@ -107,8 +108,11 @@ def test_every_chat_of_a_pass_costs_its_starts():
         other = dataclasses.replace(step, one_by_one=apart)
         speed = predict_speed(job.config, job.shape, job.precision, other, rates, micro_steps=passes)
         starts[apart] = speed.parts["kernel_starts"]
-    assert starts[False] == pytest.approx(LAYER_OVERHEAD_S * 32 * 3)
-    assert starts[True] - starts[False] == pytest.approx(CHAT_START_SHARE * LAYER_OVERHEAD_S * 32 * 3 * 32)
+    # Llama forwards: 2 norms of 8, a rotation of 10, a gate of 2, 2 sums, 7 products and attention; backwards norms of
+    # 16, 14, 3, 7 and each product twice
+    forward, backward = 2 * 8 + 10 + 2 + 2 + 7 + 1, 2 * 16 + 14 + 3 + 7 + 2 * 7 + 1
+    assert starts[False] == pytest.approx(32 * (FORWARD_OPERATOR_WEIGHT * forward + backward) + OUTER_OPERATORS)
+    assert starts[True] - starts[False] == pytest.approx(32 * CHAT_OPERATORS * 32)
 
 
 def test_the_rows_of_a_pass_are_those_of_its_fullest_rank():

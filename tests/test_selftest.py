@@ -390,7 +390,7 @@ def test_what_a_machine_or_its_packages_lack_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
     on_cpu, one, two = left_out(ALONE), left_out(parse_hardware("1xH100")), left_out(parse_hardware("2xH100"))
     left = {name: why for name, why in on_cpu.items() if why}
-    assert left.keys() == {"environment/nvml", "out-of-memory", "several/verify-layouts"}
+    assert left.keys() == {"environment/host", "environment/nvml", "out-of-memory", "several/verify-layouts"}
     assert all("GPU" in why for why in left.values())
     assert {name for name, why in one.items() if why} == {name for name in one if name.startswith("several/")}
     assert not any(two.values())

@@ -39,7 +39,9 @@ def test_a_cell_is_what_plan_says_of_it(seed, tmp_path, capfd):
     longest = said["max"]["value"]
     assert shown.partition(";")[0] == ("-" if longest is None else f"{longest:,}")
     if said["fits"]:
-        figures = re.fullmatch(r"[\d,]+; micro (\d+), ([\d,]+)/s (?:±(\d+)%|\?), (\S+) h", shown)
+        figures = re.fullmatch(
+            r"[\d,]+; micro (\d+), ([\d,]+)/s (?:±(\d+)%|\?)(?: \(measured: [\d,]+\))?, (\S+) h", shown
+        )
         assert figures is not None, shown
         share = said["speed_error"]["share"]
         counted = (
@@ -51,6 +53,13 @@ def test_a_cell_is_what_plan_says_of_it(seed, tmp_path, capfd):
         assert float(figures[4]) == pytest.approx(1e6 / said["tokens_per_s"] / 3600, rel=0.06)
     else:
         assert ";" not in shown
+
+
+def test_what_was_measured_is_beside_what_is_predicted_and_within_its_error():
+    for (model, mode, card), speed in what_fits.MEASURED.items():
+        predicted, share = re.search(r"micro \d+, ([\d,]+)/s ±(\d+)%", ROWS[model, card][mode]).groups()
+        assert f"(measured: {speed:,})" in ROWS[model, card][mode]
+        assert abs(speed / int(predicted.replace(",", "")) - 1) < min(0.15, int(share) / 100)
 
 
 def test_the_date_stays_where_no_figure_changes(monkeypatch):

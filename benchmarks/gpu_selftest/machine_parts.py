@@ -17,6 +17,7 @@ from sft_play.diagnose.machine_checks import read_system_facts
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine import visible_gpus
 from sft_play.machine.hardware import Hardware
+from sft_play.machine.host_speed import load_host_speeds, save_host_speed
 from sft_play.machine.network import NodeSetup
 from sft_play.machine.software import cuda_libraries
 from sft_play.models.config_json import load_model_shape
@@ -24,7 +25,7 @@ from sft_play.planner.kernels import prefers_cudnn
 from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
 from sft_play.planner.memory.structure import select_attention_kernel
 from sft_play.planner.precision import choose_precision
-from sft_play.planner.speed import find_rates
+from sft_play.planner.speed import OPERATOR_RANGE_S, find_rates
 
 ENVIRONMENT = "environment/"
 SEVERAL = "several/"
@@ -63,6 +64,19 @@ def check_nvml(bench: TrialBench) -> Part:
         return checks.memory_counter_problems(measured, context_bytes=CUDA_CONTEXT_BYTES)
 
     return _probe(bench, "nvml", judge, reason, predicted={"context": CUDA_CONTEXT_BYTES})
+
+
+def check_host(bench: TrialBench, hardware: Hardware) -> Part:
+    """How fast the host starts kernels, kept for later plans of this machine."""
+    part, name = f"{ENVIRONMENT}host", hardware.gpus[0].name
+    words = ["sft_play.trace.host_probe", name, "make gpu-selftest"]
+    result = run_module(words, bench.logs / "environment-host.log", bench)
+    speed = load_host_speeds(bench.cache).get(name)
+    if result.code != 0 or speed is None:
+        return Part(part, "fail", result.message, **result.figures)
+    save_host_speed(speed)  # the user's, not the trials'
+    reason = f"{speed.operator_s * 1e6:.1f} us an operator, seen before: {OPERATOR_RANGE_S}"
+    return Part(part, "pass", reason, measured=dataclasses.asdict(speed), **result.figures)
 
 
 def check_attention(bench: TrialBench, hardware: Hardware) -> Part:

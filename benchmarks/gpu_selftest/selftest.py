@@ -94,6 +94,7 @@ def _steps(bench: TrialBench, hardware: Hardware) -> list[Step]:
         Step(f"{ENVIRONMENT}device", lambda: machine_parts.check_device(hardware), packages=()),
         Step(f"{ENVIRONMENT}nf4", lambda: machine_parts.check_nf4(bench), packages=WITHOUT_TRL),
         Step(f"{ENVIRONMENT}attention", attention, packages=("torch", "transformers")),
+        Step(f"{ENVIRONMENT}host", lambda: machine_parts.check_host(bench, hardware), 1, WITHOUT_TRL),
         Step(f"{ENVIRONMENT}nvml", lambda: machine_parts.check_nvml(bench), 1, torch),
         *every[: len(MODES)],
         Step(trials.OUT_OF_MEMORY, with_material(lambda: trials.run_out_of_memory(bench, hardware)), 1),

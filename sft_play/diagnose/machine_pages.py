@@ -22,6 +22,7 @@ from sft_play.machine import nvml
 from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
+from sft_play.machine.host_speed import load_host_speed
 from sft_play.machine.software import (
     installed_version,
     nccl_package,
@@ -43,6 +44,9 @@ from sft_play.text import (
     value_or_na,
     yes_no_or_na,
 )
+
+# The program that measures the host, and how long it may take: most of it is imports.
+HOST_PROBE, HOST_PROBE_TIMEOUT_S = "sft_play.trace.host_probe", 180.0
 
 
 def read_machine_info(
@@ -99,6 +103,7 @@ def read_machine_info(
             "nccl_package": nccl_name,
         },
         "torch": read_torch_report(environment) if includes_torch else None,
+        "host_speed": _read_host_speed(hardware, environment, measures=includes_torch),
         "unused_accelerator": None if hardware.gpus else find_unusable_accelerator(environment),
     }
     return data, _machine_lines(data, snapshot)
@@ -133,6 +138,41 @@ def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = 120.
         return [f"it did not answer: {one_line(str(error), limit=300)}"]
     report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
     return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
+
+
+def _read_host_speed(
+    hardware: Hardware, environment: Mapping[str, str], *, measures: bool
+) -> dict[str, Any] | None:
+    """How fast the host starts kernels on the first GPU, as it is known here; None where it is not.
+    `measures`: it is measured now, in a process of its own, where there is a GPU."""
+    if not hardware.gpus:
+        return None
+    name = hardware.gpus[0].name
+    if measures:
+        command = [sys.executable, "-W", "ignore", "-m", HOST_PROBE, name, "make gpu-info"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=HOST_PROBE_TIMEOUT_S,
+                check=True,
+            )
+    speed = load_host_speed(name)
+    return asdict(speed) if speed else None
+
+
+def _host_speed_line(data: Mapping[str, Any]) -> str:
+    speed = data["host_speed"]
+    if speed is not None:
+        return (
+            f"Host: {speed['operator_s'] * 1e6:.1f} us for an operator of a pass, measured by"
+            f" {speed['measured_by']} ({speed['date']})"
+        )
+    if not data["number_of_gpus"]:
+        return "Host: not measured, since there is no GPU that it starts kernels on"
+    return "Host: not measured yet (FULL=1 does, and every run on one GPU)"
 
 
 def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
@@ -175,6 +215,7 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
             f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB"
             f" free at {one_line(host['disk_folder'])}"
         ),
+        _host_speed_line(data),
     ]
     if data["torch"] is not None:
         lines += ["", "torch, asked:", *(f"  {line}" for line in data["torch"])]

@@ -247,6 +247,9 @@ class ModelShape:
     # Runs blocks of this class to see their bytes (`trace.confirm.BlockMeter`); None where the
     # estimate knows them.
     block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    # Counts what blocks of this class move and start beside their products
+    # (`planner.pass_work.PassMeter`); None where a plan goes by their widths.
+    pass_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     def without_packed_experts(self) -> Self:
         """The same shape with experts that stay in 16 bits."""

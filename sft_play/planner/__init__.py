@@ -6,7 +6,8 @@ Read in this order: `decide.make_plan` is the whole decision, and `plan` what co
 disk that checkpoints take; `candidates` lists the ways to run a job and chooses one; `layout`,
 `batching` and `precision` are what differs between them; `memory.estimate` and `speed` predict
 bytes and seconds of each; `explain` says why; `advice` says what would fit where nothing does.
-`kernels` says which kernels run; `batching` also cuts rows by tokens.
+`kernels` says which kernels run, and `pass_work` what a pass moves and starts; `batching` also cuts
+rows by tokens.
 
 Words: a row is one sequence that is trained on, a chat, a text or several packed ones. A
 micro-batch has padded tokens; a micro step is one micro-batch forward and backward. A phase is a

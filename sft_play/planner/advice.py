@@ -65,7 +65,10 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
     plan = make_plan(request, **options)
     if plan.fits:
         return plan
-    suggestions = tuple(find_suggestions(request))
+    # no suggestion shows a speed, for which every setting would be counted
+    suggestions = tuple(
+        find_suggestions(replace(request, shape=replace(request.shape, pass_meter=None)))
+    )
     return replace(
         plan,
         suggestions=tuple(suggestion for suggestion in suggestions if suggestion.fits),

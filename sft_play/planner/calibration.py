@@ -5,9 +5,10 @@ One JSON line per finished run in the cache folder. A line holds the raw predict
 correction: a ratio of measured to corrected figures would become 1 as soon as a correction was
 right, and so undo it.
 
-The two corrections differ. Speed is an expectation: the median ratio of the newest runs, which one
-outlier does not move. Memory is a bound: the largest ratio of all recorded runs, never below 1, so
-it is only corrected upwards.
+The corrections differ. Speed is an expectation: the median of the newest runs, which one outlier
+does not move. It has two numbers, the host's seconds of a pass and the card's seconds of a token,
+or one ratio where a run's passes are not known. Memory is a bound: the largest ratio of all
+recorded runs, never below 1, so it is only corrected upwards.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.planner.kernels import CountedKernels, KernelsName
+from sft_play.planner.pass_work import PassTimes
 from sft_play.text import GIB
 
 RECORD_FILE = "measured.jsonl"
@@ -44,6 +46,11 @@ RETRY_MEMORY_FACTOR = 1.25
 MAX_MEMORY_FACTOR = 4.0
 # Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own.
 SIMILAR_SIZE_FACTOR = 2.0
+# A pass that takes this many times as long as the host's says something of the card.
+CLEAR_OF_HOST = 1.1
+# Factors of the card, and seconds of a host that was not measured, that are tried at most; and by
+# how much less the passes must be off for one of the latter to be taken.
+MAX_FITTED, BETTER_FIT = 16, 0.7
 # Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order
 # of magnitude.
 SPEED_RANGE = (1e-4, 1e4)
@@ -51,11 +58,13 @@ SPEED_RANGE = (1e-4, 1e4)
 
 @dataclass(frozen=True)
 class UncorrectedPrediction:
-    """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s
-    over all."""
+    """The prediction of a step before earlier runs, or a measured host, correct it: reserved bytes
+    of a rank, tokens/s over all, and the seconds of a pass (None in a plan of an earlier
+    version)."""
 
     reserved: int
     tokens_per_s: float
+    pass_times: PassTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,12 @@ class MeasuredRun:
     # Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured.
     # 0: it did not.
     ran_out_of: int = 0
+    # Seconds of a pass at no tokens, which are the host's, and of each token; 0: not measured, as
+    # in lines of earlier versions.
+    predicted_pass_s: float = 0.0
+    measured_pass_s: float = 0.0
+    predicted_token_s: float = 0.0
+    measured_token_s: float = 0.0
 
     @property
     def memory_ratio(self) -> float:
@@ -116,6 +131,10 @@ class Correction:
     run_count: int = 0
     memory_factor: float = 1.0
     speed_factor: float = 1.0
+    # Factors of a pass's seconds, in place of the one on speed where passes were measured: of the
+    # host's (None: it was not measured) and of the card's.
+    host_factor: float | None = None
+    card_factor: float | None = None
     has_measured_speed: bool = False
     uses_selftest_speed: bool = False
     # Reserved bytes of the runs that memory is learned from: predicted, measured.
@@ -175,9 +194,8 @@ class Correction:
         """The correction in words; None without a run."""
         if self.uses_selftest_speed:
             return (
-                f"{SELFTEST_MODEL} measured {self.speed_factor:.2f} of the roofline's speed in this"
-                " mode on this machine, which predicts this speed until one of your runs"
-                " measures it"
+                f"{SELFTEST_MODEL} measured {self._speed_text} in this mode on this machine, which"
+                " predicts this speed until one of your runs measures it"
             )
         if not self.run_count:
             return None
@@ -201,9 +219,16 @@ class Correction:
                 " this one's memory"
             )
         if self.has_measured_speed:
-            text += (
-                f"; their speed was {self.speed_factor:.2f} of the roofline, and so is this one's"
-            )
+            text += f"; they measured {self._speed_text}, by which this one is predicted"
+        return text
+
+    @property
+    def _speed_text(self) -> str:
+        if self.card_factor is None:
+            return f"{self.speed_factor:.2f} of the roofline's speed"
+        text = f"{self.card_factor:.2f} of the roofline's seconds of a token"
+        if self.host_factor is not None:
+            text += f" and {self.host_factor:.2f} of the host's seconds of a pass"
         return text
 
 
@@ -302,9 +327,19 @@ def compute_correction(
         [run for run in finished_runs if run.model != SELFTEST_MODEL],
         lambda run: run.model == model,
     )
-    speeds = [run.speed_ratio for run in speed_runs or finished_runs]
-    speed_factor = statistics.median(speeds[-MAX_SPEED_RUNS:]) if speeds else 1.0
-    lowest, highest = SPEED_RANGE
+    newest_runs = (speed_runs or finished_runs)[-MAX_SPEED_RUNS:]
+    # passes say more than a run's mean speed, which holds for rows of its lengths alone
+    card_factor = _median_factor(
+        [run.measured_token_s / (run.predicted_token_s or math.inf) for run in newest_runs]
+    )
+    host_factor = _median_factor(
+        [run.measured_pass_s / (run.predicted_pass_s or math.inf) for run in newest_runs]
+    )
+    speed_factor = None
+    if card_factor is None and host_factor is None:
+        speed_factor = _median_factor([run.speed_ratio for run in newest_runs])
+    elif card_factor is None:
+        card_factor = 1.0
     same_model_runs = [
         run
         for run in same_kind
@@ -325,12 +360,65 @@ def compute_correction(
     return Correction(
         len(nearest_runs),
         min(MAX_MEMORY_FACTOR, memory_factor),
-        min(highest, max(lowest, speed_factor)),
-        has_measured_speed=bool(speeds),
-        uses_selftest_speed=bool(speeds) and not speed_runs,
+        1.0 if speed_factor is None else speed_factor,
+        host_factor,
+        card_factor,
+        has_measured_speed=bool(newest_runs),
+        uses_selftest_speed=bool(newest_runs) and not speed_runs,
         oom_run=min(oom_runs, key=lambda run: run.predicted_reserved, default=None),
         peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
     )
+
+
+def _median_factor(ratios: Sequence[float]) -> float | None:
+    """The median of the ratios that are known, within what is believed; None without one."""
+    known = [ratio for ratio in ratios if ratio > 0]
+    lowest, highest = SPEED_RANGE
+    return min(highest, max(lowest, statistics.median(known))) if known else None
+
+
+def fit_pass_times(
+    passes: Sequence[tuple[float, float]], predicted: PassTimes, *, host_s: float | None
+) -> tuple[float, float]:
+    """Seconds of a pass at no tokens and of each token, by measured passes (tokens, seconds) and
+    their predicted times; 0 for what they do not tell. `host_s`: a pass of hardly any tokens as it
+    was measured; None: what explains the passes best, if that is better than the prediction."""
+    hosts_s = [predicted.host_s if host_s is None else host_s]
+    if host_s is None:
+        seconds = sorted(seconds for _, seconds in passes)
+        hosts_s += seconds[:: 1 + len(seconds) // MAX_FITTED]
+    error, card_factor, pass_s = math.inf, None, host_s or 0.0
+    for index, tried_s in enumerate(hosts_s):
+        tried_error, tried_factor = _fit_card(passes, predicted, tried_s)
+        if tried_error < error * (BETTER_FIT if index else 1.0):
+            error, card_factor = tried_error, tried_factor
+            pass_s = tried_s if index else pass_s
+    return pass_s, (card_factor or 0.0) * predicted.token_s
+
+
+def _fit_card(
+    passes: Sequence[tuple[float, float]], predicted: PassTimes, host_s: float
+) -> tuple[float, float | None]:
+    """How far passes are off with this host, and the card's factor that is off least, of those by
+    which single passes come out; None where the host alone explains them all."""
+    times = predicted.corrected(host_factor=host_s / max(1e-12, predicted.host_s), card_factor=1.0)
+    factors = [
+        factor
+        for tokens, seconds in passes
+        if seconds > CLEAR_OF_HOST * host_s
+        and (factor := times.card_factor(tokens, seconds)) is not None
+    ]
+
+    def error(card_factor: float) -> float:
+        fitted = times.corrected(host_factor=1.0, card_factor=card_factor)
+        return sum(
+            abs(math.log(max(1e-12, fitted.seconds(tokens)) / max(1e-12, seconds)))
+            for tokens, seconds in passes
+        )
+
+    candidates = sorted(factors)[:: 1 + len(factors) // MAX_FITTED]
+    best = min(candidates, key=error, default=None)
+    return (math.inf, None) if best is None else (error(best), best)
 
 
 def _prefer_runs(

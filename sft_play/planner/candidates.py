@@ -15,6 +15,7 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware
+from sft_play.machine.host_speed import HostSpeed
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import (
@@ -204,6 +205,24 @@ class PlanInputs:
     # length.
     row_tokens: RowTokens | None = None
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
+    # How fast this machine's host was measured to start kernels; None where it was not.
+    host_speed: HostSpeed | None = None
+
+    def layout_rates(self, layout: Layout) -> Rates:
+        """The rates as earlier runs and the measured host correct them. A run of which only the
+        mean speed is known corrects the speed by rates without a measured host."""
+        correction, rates = self.find_correction(layout), self.rates
+        if self.host_speed is not None:
+            rates = dataclasses.replace(rates, operator_s=self.host_speed.operator_s)
+        if correction.card_factor is not None:
+            rates = dataclasses.replace(rates, card_factor=correction.card_factor)
+            if correction.host_factor is not None:
+                rates = dataclasses.replace(
+                    rates, operator_s=self.rates.operator_s, host_factor=correction.host_factor
+                )
+        elif correction.has_measured_speed:
+            return self.rates
+        return rates
 
     def layout_precision(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -419,7 +438,9 @@ def build_candidate(
         step = max(
             step,
             _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, keeps_padding=True),
-            key=lambda one: _predict_step_speed(inputs, precision, one).tokens_per_s,
+            key=lambda one: (
+                predict_step_speed(inputs, precision, one, inputs.layout_rates(layout)).tokens_per_s
+            ),
         )
     simulation = create_step_simulation(inputs.config, inputs.shape, precision, step)
     if inputs.has_eval:
@@ -441,9 +462,15 @@ def build_candidate(
             offloaded_bytes + memory.host_save_bytes, memory.host_load_bytes * reader_count
         )
     # of the step with its evaluation, because both are one run's
-    speed, correction = _predict_step_speed(inputs, precision, step), inputs.find_correction(layout)
+    correction = inputs.find_correction(layout)
+    speed = predict_step_speed(inputs, precision, step, inputs.layout_rates(layout))
+    uncorrected_speed = speed
+    if inputs.layout_rates(layout) != inputs.rates:
+        uncorrected_speed = predict_step_speed(inputs, precision, step, inputs.rates)
     # recorded beside the measurement when the run ends
-    uncorrected = UncorrectedPrediction(memory.reserved, speed.tokens_per_s)
+    uncorrected = UncorrectedPrediction(
+        memory.reserved, uncorrected_speed.tokens_per_s, uncorrected_speed.pass_times
+    )
     return Candidate(
         layout=layout,
         batch=batch,
@@ -462,7 +489,9 @@ def build_candidate(
     )
 
 
-def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) -> Speed:
+def predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step, rates: Rates) -> Speed:
+    """The predicted speed of a step at these rates, of the run's own rows where their lengths are
+    known."""
     micro_steps, layout = None, step.layout
     if inputs.row_tokens is not None:
         micro_steps = average_micro_steps(
@@ -475,7 +504,7 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
             micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
         )
     return predict_speed(
-        inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps
+        inputs.config, inputs.shape, precision, step, rates, micro_steps=micro_steps
     )
 
 
@@ -544,7 +573,7 @@ def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> 
     if not inputs.cuts_by_tokens:
         return MicroBatches(step.micro_batch)
     overhead_tokens = micro_step_overhead_tokens(
-        inputs.config, inputs.shape, precision, step, inputs.rates
+        inputs.config, inputs.shape, precision, step, inputs.layout_rates(step.layout)
     )
     # to two digits: candidates that hardly differ share work
     return MicroBatches(

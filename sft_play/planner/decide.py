@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware
+from sft_play.machine.host_speed import HostSpeed
 from sft_play.machine.software import PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration
@@ -87,6 +88,8 @@ class PlanRequest:
     missing_packages: frozenset[str] = frozenset()
     # Those by which PyTorch chooses kernels (`machine.software.cuda_libraries`).
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
+    # How fast this machine's host was measured to start kernels; None where it was not.
+    host_speed: HostSpeed | None = None
     # Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
     keeps_params: bool = False
     # The batch that a resumed run keeps, whatever the config says.
@@ -307,6 +310,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         fp32_master_weights=fp32_master_weights,
         row_tokens=row_tokens,
         libraries=request.libraries,
+        host_speed=request.host_speed,
         resumed_batch=request.resumed_batch,
         resumed_updates=request.resumed_updates,
     )
@@ -443,7 +447,9 @@ def _decide_compile(
         memory=memory,
         speed=compiled.speed,
         uncorrected=dataclasses.replace(
-            choice.uncorrected, tokens_per_s=compiled.uncorrected.tokens_per_s
+            choice.uncorrected,
+            tokens_per_s=compiled.uncorrected.tokens_per_s,
+            pass_times=compiled.uncorrected.pass_times,
         ),
     )
     return compiled, (

@@ -22,6 +22,7 @@ from sft_play.planner.candidates import (
     fastest_speed,
     format_needs,
     plan_micro_batches,
+    predict_step_speed,
 )
 from sft_play.planner.kernels import PlannedKernels, plan_experts
 from sft_play.planner.layout import LAYOUT_PREFERENCE, Layout
@@ -37,6 +38,7 @@ from sft_play.planner.precision import DTYPE_SHORT_NAMES, ineffective_distribute
 from sft_play.planner.speed import (
     EXPERTS_PART,
     LINEAR_ATTENTION_PART,
+    OPERATOR_RANGE_S,
     Speed,
     SpeedError,
     compile_reasons,
@@ -139,6 +141,7 @@ def plan_reasons(
         evaluation_reason,
         *ineffective_distributed_options(config, choice.layout.name),
         *(correction.reason, correction.warning),
+        _host_reason(inputs, choice),
         *slow_code_reasons(config, shape, choice, inputs.rates.missing_packages),
         kernels.reason,
         *notes,
@@ -146,6 +149,35 @@ def plan_reasons(
         *_tuning_and_fit_reasons(config, choice),
     )
     return tuple(filter(None, reasons))
+
+
+def _host_reason(inputs: PlanInputs, choice: Candidate) -> str:
+    """What the host's speed is from; where it was not measured, the speeds that it may come to.
+    Empty where the quickest and the slowest host come to the same."""
+    measured, correction = inputs.host_speed, inputs.find_correction(choice.layout)
+    is_learned = correction.has_measured_speed and correction.card_factor is None
+    if not choice.step.on_gpu or is_learned or correction.host_factor is not None:
+        return ""
+    if measured is not None:
+        return (
+            f"host: {measured.operator_s * 1e6:.0f} us an operator, measured by"
+            f" {measured.measured_by} ({measured.date})"
+        )
+    rates = inputs.layout_rates(choice.layout)
+    fastest, slowest = (
+        predict_step_speed(
+            inputs, choice.precision, choice.step, dataclasses.replace(rates, operator_s=operator_s)
+        ).tokens_per_s
+        for operator_s in OPERATOR_RANGE_S
+    )
+    if slowest >= EQUAL_SPEED_SHARE * fastest:
+        return ""
+    return (
+        f"host: not measured on this machine, {rates.operator_s * 1e6:.0f} us an operator are"
+        f" assumed; the {OPERATOR_RANGE_S[0] * 1e6:.0f} to {OPERATOR_RANGE_S[1] * 1e6:.0f} that"
+        f" were seen come to {fastest:,.0f} to {slowest:,.0f} tokens/s (make gpu-info FULL=1 and"
+        " every run measure it)"
+    )
 
 
 def _tuning_and_fit_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:

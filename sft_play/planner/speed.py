@@ -19,10 +19,17 @@ from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import AverageMicroSteps
-from sft_play.planner.kernels import ReplacedOperations, plan_experts, plan_kernels
+from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.memory.model_states import adapter_params, trained_parameters
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.structure import ElementBytes
+from sft_play.planner.memory.structure import ElementBytes, is_target
+from sft_play.planner.pass_work import (
+    STEP_TENSOR_OPERATORS,
+    PassTimes,
+    PassWork,
+    find_pass_work,
+    host_operators,
+)
 from sft_play.planner.precision import DTYPE_BYTES, Precision, gradient_sync
 from sft_play.text import MIB
 
@@ -182,32 +189,15 @@ def _weight_bytes(
 
 
 # --------------------------------------------------------------------------------------------------
-# What other code than the model's own changes in a plan: compiled blocks (`train.compile`), and
-# Liger's kernels.
-#
-# Compiled: what it is refused beside, the time of a step and of compiling. Bytes stay those of the
-# plain code, an upper bound: what a compiled block keeps for its backward pass is the choice of
+# Compiled blocks (`train.compile`): what they are refused beside, and the time of compiling. What
+# they move and start is counted (`planner.pass_work`). Bytes of memory stay those of the plain
+# code, an upper bound: what a compiled block keeps for its backward pass is the choice of
 # inductor's partitioner. Blocks of Llama and Qwen3 kept 0.64 to 0.78 of the plain code's bytes on a
 # CPU (benchmarks/LOG.md). Published peaks fall by 7% (8B in full on H100s, 82.4 to 77.0 GiB,
 # https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md) and
 # by 15% with a compiled loss, which is not this one (3B on an A100, 60.0 to 51.0 GiB,
 # https://github.com/meta-pytorch/torchtune).
-#
-# Liger's: bytes that plain elementwise code moves and they do not, and kernel starts. Counted
-# operator by operator, e bytes of a computed element, from transformers' forward (models/llama),
-# PyTorch's derivatives.yaml and liger-kernel's own kernels. Half precision is cast to fp32 in a
-# norm, and back. Against published pairs of runs: benchmarks/LOG.md.
 
-# Share of the bytes of norms, activations, rotations and adapters that a compiled block still
-# moves: each group of elementwise operations reads its inputs and writes its result, without what
-# lies between. By the same counts as the plain code's, of widths h and f: two norms with their sums
-# 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f.
-COMPILED_TRAFFIC_SHARE = 0.5
-# Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward
-# pass 9 are matrix products and attention, and about 4 are what is fused. With both constants
-# published runs gain 5 to 7% by the roofline, and 16 to 27% as published (torchtitan and torchtune
-# above; benchmarks/LOG.md has the ratios).
-COMPILED_STARTS_SHARE = 0.5
 # Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss
 # on an A100, https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was
 # published).
@@ -255,111 +245,52 @@ def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
     if config.train.compile is not True:
         return []
     return [
-        f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain"
-        " code's bytes; memory is counted as the plain code's, which takes more; compiling is"
+        "train.compile: operators between products move what they read and write once; memory is"
+        " counted as the plain code's, which takes more; compiling is"
         f" estimated at {estimate_compile_s(config, shape):.0f} s of each start"
     ]
-
-
-# Seconds, forward and backward together, that a norm and a rotation of both queries and keys take
-# less to start: the package's own benchmark (A100, 0.2.1) where rows are so short that starting is
-# all of it: a norm of width 1,024 0.286 against 0.318 ms, a rotation of width 512 0.274 against
-# 0.516 ms (Liger-Kernel ead96b618e5c, benchmark/data/all_benchmark_data.csv). A gated activation is
-# only given with its matrix products; nothing is taken.
-NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
-
-# Share of the counted traffic of norms, activations and rotations that remains at least: what the
-# fused kernels and the sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than
-# the roofline below counts; the rest is in the share of the peak that matrix products reach, which
-# was fitted to whole steps, and it stays there.
-MIN_TRAFFIC_SHARE = 0.5
-
-
-def liger_saved_bytes(
-    shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float
-) -> float:
-    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks;
-    `recomputed_share`: the share of the blocks that run forward twice."""
-    forward_bytes, backward_bytes = 0.0, 0.0
-    cast_bytes = 0 if e == 4 else 2 * (e + 4)
-    # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
-    norm_forward_bytes = cast_bytes + 20
-    # of the product, the square, the mean, their sum; 2 e of the weight's against 3 e
-    norm_backward_bytes = cast_bytes + 68 - e
-    for kind in shape.layers:
-        has_attention = kind.attention != "none"
-        head_width = (shape.q_width + shape.kv_width) * has_attention
-        normed_width = shape.norms_per_layer * shape.hidden_size
-        # norms of heads are replaced only where the package's function for the class does so
-        normed_width += head_width * (shape.has_qk_norm and operations.replaces_head_norms)
-        rotated_width = (
-            head_width * shape.rotary_dim // max(1, shape.head_dim) * operations.replaces_rotation
-        )
-        gated_width = kind.mlp_width * operations.replaces_gate
-        # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back,
-        # against 2 e
-        forward_bytes += kind.count * (
-            normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e
-        )
-        backward_bytes += kind.count * (
-            normed_width * norm_backward_bytes + rotated_width * 13 * e + gated_width * 4 * e
-        )
-    return forward_bytes * (1 + recomputed_share) + backward_bytes
-
-
-def liger_saved_starts_s(
-    shape: ModelShape, operations: ReplacedOperations, *, recomputed_share: float
-) -> float:
-    """Seconds of kernel starts that Liger's kernels save, forward and backward; a second forward
-    pass counts half."""
-    seconds = 0.0
-    for kind in shape.layers:
-        has_attention = kind.attention != "none"
-        norm_count = shape.norms_per_layer
-        norm_count += 2 * (has_attention and shape.has_qk_norm and operations.replaces_head_norms)
-        rotation_s = ROTATION_START_S * (has_attention and operations.replaces_rotation)
-        seconds += kind.count * (norm_count * NORM_START_S + rotation_s)
-    return seconds * (1 + recomputed_share / 2)
 
 
 # --------------------------------------------------------------------------------------------------
 # Predicted speed of a step: a roofline from the catalogue's rates, and earlier measurements on this
 # machine.
 #
-# A micro-step takes the time of its matrix products (at the share of the peak that such products
-# reach), plus the traffic of what is not a matrix product, plus the rebuilding of 4-bit weights,
-# plus what starting kernels costs; a step adds the optimizer's traffic, the communication that is
-# not hidden behind the backward pass, and the wait for the slowest rank. The constants below are
+# A micro-step takes the card the time of its matrix products (at the share of the peak that such
+# products reach), plus the traffic of what is not a matrix product, plus the rebuilding of 4-bit
+# weights; and the host the time of starting its operators. It takes the longer of the two
+# (`PassTimes.seconds`); a step adds the optimizer's traffic, the communication that is not hidden
+# behind the backward pass, and the wait for the slowest rank. The constants below are
 # few, named, and the same for every model and GPU of a generation; `make benchmark-speed` compares
 # them with published speeds, and with how published runs scale from one GPU to several.
 
-# Share of the dense peak that large matrix products reach, by the major compute capability, so that
-# published speeds come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4
-# (FitCheck), 8B on H200s (torchtitan). benchmarks/speed.json has the ratios.
-MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
+# Share of the dense peak that large matrix products reach, by the major compute capability, fitted
+# again once everything beside them was counted: 8 and 9 to MPT's, NeMo's, Soup's, Qwen's and
+# fms-fsdp's runs on A100s and H100s (mean error by source least at 0.88 to 0.92, and 0.70 to 0.74;
+# 2026-12-01); 7 and 12 as before, by fp16 on a T4 (FitCheck) and cards of Exxact. benchmarks/
+# speed.json has the ratios.
+MATRIX_SHARE = {7: 0.32, 8: 0.90, 9: 0.71, 10: 0.60, 12: 0.76}
 OTHER_MATRIX_SHARE = 0.60
-ATTENTION_SHARE = {8: 0.65}
+ATTENTION_SHARE = {8: 0.57, 9: 0.77}
 # Share of that rate that attention's products reach, from runs where they are nearly all there is:
 # rows of a million tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845);
-# on A100s, whose products of weights come nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B
-# and 7B). benchmarks/speed.json has the ratios.
+# on A100s from rows of 8,192 tokens (Qwen-1.8B and 7B). In operations a second as it was fitted
+# when products had a smaller share. benchmarks/speed.json has the ratios.
 OTHER_ATTENTION_SHARE = 0.88
 # Fraction of the memory bandwidth that elementwise kernels reach.
 BANDWIDTH_SHARE = 0.80
-# Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512
-# tokens of Qwen-1.8B on an A100 take 125 ms whatever their length, 24 layers and four passes of
-# LoRA, which has half as many kernels again.
-LAYER_OVERHEAD_S = 0.0007
-# Share of a block's starts that attention to one more chat takes where each is a call of its own:
-# Python and the dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with
-# LoRA 99 and 1,506). On a CPU with two tokens a chat, where nothing but starting takes time (torch
-# 2.13, one thread, 2026-11-23); by number of kernels it is 3 of 119. Not measured on a GPU.
-CHAT_START_SHARE = 0.13
-# Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of
-# it, but not across what waits for its results. Fitted with the two above to Qwen-1.8B and 7B
-# (LoRA, 256 to 8,192 tokens) and to fms-acceleration's rows; 0 is the larger of both, 1 their sum.
-# benchmarks/LOG.md has the errors of either.
-VISIBLE_START_SHARE = 0.5
+# Seconds that a kernel takes the card beside its work: until it fills the card, its last blocks,
+# and until the next one begins.
+KERNEL_S = 4e-6
+# Bytes that TRL's head moves for a token and each word of the vocabulary, forwards and backwards: a
+# tile of 16-bit logits is written and read, again backwards, and its gradient too.
+HEAD_LOGIT_BYTES = (4, 8)
+# Seconds of the host for an operator of a backward pass, where the host was not measured, and the
+# quickest and slowest that were seen: 7 (Qwen-1.8B on an A100, LoRA, 125 ms for 24 layers whatever
+# the tokens, 2023; 10 if it was checkpointed with reentrant autograd), 9 and 13 (a norm and a
+# rotation on an A100's host: Liger-Kernel's benchmark), 22 (a virtual machine with an H100: 8.6 ms
+# a layer of Qwen3-4B, LoRA; benchmarks/LOG.md, 2026-11-26).
+OPERATOR_S = 10e-6
+OPERATOR_RANGE_S = (7e-6, 23e-6)
 # Seconds that an expert of a block takes more in each pass when experts run one after another than
 # when they are one grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an
 # A100, 24 blocks of 60 experts, 1 x 16 to 4 x 128 tokens: 270 to 523 ms against 64 to 80
@@ -428,6 +359,11 @@ class Rates:
     # Fraction of the rate of matrix products that attention reaches.
     attention_share: float = OTHER_ATTENTION_SHARE
     missing_packages: frozenset[str] = frozenset()
+    # Seconds that the host takes to start an operator.
+    operator_s: float = OPERATOR_S
+    # What earlier runs correct of a pass: the host's seconds, and the card's.
+    host_factor: float = 1.0
+    card_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -445,6 +381,8 @@ class Speed:
     collectives: dict[str, int] = field(default_factory=dict)
     # Floating-point operations of the model for one rank's step, without recomputation.
     model_flops: float = 0.0
+    # Seconds of a micro step by its tokens; None in a plan of an earlier version.
+    pass_times: PassTimes | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -531,6 +469,17 @@ def micro_step_overhead_tokens(
 
 
 @dataclass(frozen=True)
+class _CardSeconds:
+    """What the card takes for a part of a pass, whatever the tokens and for each of them."""
+
+    fixed_s: float
+    token_s: float
+
+    def seconds(self, tokens: float) -> float:
+        return self.fixed_s + self.token_s * tokens
+
+
+@dataclass(frozen=True)
 class _Roofline:
     config: RunConfig
     shape: ModelShape
@@ -597,9 +546,14 @@ class _Roofline:
             )
             host_s += 2 * input_bytes * count / NOMINAL_LINK
         # every part of a micro step, times their number; then what a step has once
+        # the host's part of an update, which waits for the size of the gradients
+        start_s = 0.0
+        if step.on_gpu:
+            start_s = STEP_TENSOR_OPERATORS * _trained_tensors(self.config, self.shape)
+            start_s *= self.rates.operator_s * self.rates.host_factor
         parts = {
             **{name: seconds * count for name, seconds in (seconds_by_part | slow_code).items()},
-            "optimizer": optimizer_s,
+            "optimizer": max(optimizer_s, start_s),
             "host": host_s,
             "communication": exposed_s,
             "waiting": micro_s * count * straggler_wait_share(layout.ranks),
@@ -608,7 +562,8 @@ class _Roofline:
         # what is not padding
         token_share = micro_steps.tokens / (count * micro_steps.padded_tokens * ranks)
         model_flops = (
-            sum(self._micro_step_flops(micro_steps, 0.0).values())
+            sum(map(sum, self._token_flops(micro_steps.row_length, 0.0).values()))
+            * micro_steps.padded_tokens
             * token_share
             * count
             / layout.tensor_parallel
@@ -623,80 +578,93 @@ class _Roofline:
             moved_bytes,
             bytes_by_kind,
             model_flops,
+            self.pass_times(micro_steps),
         )
 
     def micro_step_seconds(self, micro_steps: AverageMicroSteps) -> dict[str, float]:
-        """Seconds of one micro step: matrix products, moving memory, dequantising weights, starting
-        kernels."""
-        config, shape, step, rates = self.config, self.shape, self.step, self.rates
-        recomputed_share = self.recomputed_share
-        mode, tensor_parallel = config.tuning.mode, step.layout.tensor_parallel
-        flops = self._micro_step_flops(micro_steps, recomputed_share)
-        matrix_flops = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
-        matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
-        # each forward or backward pass reads them once, whatever the number of tokens
-        weight_bytes = 2 * active_params(shape) / tensor_parallel
-        # forward, backward, and what checkpointing computes again
-        pass_count = 2.0 + recomputed_share
-        liger_operations = plan_kernels(
-            config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages
-        ).speed
-        saved_bytes = 0.0
-        if liger_operations is not None:
-            saved_bytes = liger_saved_bytes(
-                shape, liger_operations, e=self._compute_itemsize, recomputed_share=recomputed_share
-            ) / (pass_count * shape.num_layers)
-        # norms, activations, rotations and adapters, in one pass over all layers: each intermediate
-        # is written once and read about twice: two norms with their residual sums, the rotation of
-        # queries and keys, a gated activation
-        e, lora = self._compute_itemsize, config.tuning.lora
-        width = shape.intermediate_size * max(1, shape.rows_per_token)
-        per_token: float = (
-            14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
-        )
-        # fused kernels move less, in each layer
-        per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_bytes)
-        if mode != "full":
-            inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
-            shares_cast = not (step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
-            # twice as much where PEFT casts the input of each adapter to fp32
-            # (training/model/adapters.py)
-            per_token += inputs * (8 if mode == "lora" and not shares_cast else 4)
-        elementwise_bytes = (
-            per_token * micro_steps.padded_tokens * shape.num_layers * pass_count / tensor_parallel
-        )
-        moving_s = self._memory_seconds(
-            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile is True else 1.0)
-            + weight_bytes * pass_count
-        )
-        # half a byte read and two written per weight
-        dequantise_s = (
-            self._memory_seconds(2.5 * active_params(shape) * pass_count)
-            if mode == "qlora"
-            else 0.0
-        )
-        layer_start_share = 1.0 if mode == "full" else 1.5
-        layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile is True else 1.0
-        layer_start_share += CHAT_START_SHARE * micro_steps.rows * step.one_by_one
-        starting_s = LAYER_OVERHEAD_S * shape.num_layers * (pass_count + 1) * layer_start_share
-        if liger_operations is not None:
-            starting_s = max(
-                0.0,
-                starting_s
-                - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share),
-            )
-        busy_s = matrix_s + moving_s + dequantise_s
-        # launches run ahead of a busy GPU, so a micro step takes the longer of the two, and some of
-        # the shorter
-        visible_starts_s = max(0.0, starting_s - busy_s) + VISIBLE_START_SHARE * min(
-            starting_s, busy_s
-        )
-        return {
-            "matrix": matrix_s,
-            "memory": moving_s,
-            "dequantise": dequantise_s,
-            "kernel_starts": visible_starts_s,
+        """Seconds of one micro step: matrix products, moving memory, dequantising weights, and what
+        starting kernels takes beyond all of them."""
+        tokens, parts = micro_steps.padded_tokens, self._card_parts(micro_steps)
+        seconds = {
+            name: self.rates.card_factor * sum(one.seconds(tokens) for one in directions)
+            for name, directions in parts.items()
         }
+        pass_s = self.pass_times(micro_steps).seconds(tokens)
+        return seconds | {"kernel_starts": max(0.0, pass_s - sum(seconds.values()))}
+
+    def pass_times(self, micro_steps: AverageMicroSteps) -> PassTimes:
+        """The seconds of a micro step by its tokens, with the corrections of earlier runs."""
+        rates, step = self.rates, self.step
+        forward, backward = zip(*self._card_parts(micro_steps).values(), strict=True)
+        host_forward, host_backward = host_operators(
+            self.work,
+            self.shape.num_layers,
+            recomputed_share=self.recomputed_share,
+            chats=micro_steps.rows * step.one_by_one,
+        )
+        return PassTimes(
+            rates.operator_s * host_forward,
+            rates.operator_s * host_backward,
+            sum(part.fixed_s for part in forward),
+            sum(part.fixed_s for part in backward),
+            sum(part.token_s for part in forward),
+            sum(part.token_s for part in backward),
+        ).corrected(host_factor=rates.host_factor, card_factor=rates.card_factor)
+
+    @cached_property
+    def work(self) -> PassWork:
+        """What an average block moves and starts beside its products."""
+        liger = plan_kernels(
+            self.config,
+            self.shape,
+            self.step.layout,
+            on_gpu=self.step.on_gpu,
+            missing_packages=self.rates.missing_packages,
+        ).speed
+        return find_pass_work(self.config, self.shape, self.precision, self.step, liger=liger)
+
+    def _card_parts(
+        self, micro_steps: AverageMicroSteps
+    ) -> dict[str, tuple[_CardSeconds, _CardSeconds]]:
+        """The card's seconds of a micro step's parts, forwards and backwards. What checkpointing
+        computes again belongs to the backward pass."""
+        shape, rates, tensor_parallel = self.shape, self.rates, self.step.layout.tensor_parallel
+        again, mode = self.recomputed_share, self.config.tuning.mode
+        matrix_rate = rates.matrix_flops_per_s * rates.matrix_share * tensor_parallel
+        matrix_s = [0.0, 0.0]
+        for name, flops in self._token_flops(micro_steps.row_length, again).items():
+            share = rates.attention_share if name == "attention" else 1.0
+            matrix_s = [
+                seconds + part / matrix_rate / share
+                for seconds, part in zip(matrix_s, flops, strict=True)
+            ]
+        # each pass reads the weights once, whatever the number of tokens
+        weight_bytes = 2 * active_params(shape) / tensor_parallel
+        # half a byte read and two written per weight
+        packed_bytes = 2.5 * active_params(shape) * (mode == "qlora")
+        work, layers = self.work, shape.num_layers / tensor_parallel
+        names = ("matrix", "memory", "dequantise", "kernels")
+        parts: dict[str, list[_CardSeconds]] = {name: [] for name in names}
+        backward = work.backward + work.forward.scaled(again)
+        for flops_s, direction, passes, head_accesses in (
+            (matrix_s[0], work.forward, 1.0, HEAD_LOGIT_BYTES[0]),
+            (matrix_s[1], backward, 1.0 + again, HEAD_LOGIT_BYTES[1]),
+        ):
+            parts["matrix"].append(_CardSeconds(0.0, flops_s))
+            token_bytes = layers * direction.token_bytes + head_accesses * shape.vocab_size
+            parts["memory"].append(
+                _CardSeconds(
+                    self._memory_seconds(passes * weight_bytes + layers * direction.fixed_bytes),
+                    self._memory_seconds(token_bytes),
+                )
+            )
+            parts["dequantise"].append(
+                _CardSeconds(self._memory_seconds(passes * packed_bytes), 0.0)
+            )
+            parts["kernels"].append(
+                _CardSeconds(KERNEL_S * shape.num_layers * direction.operators, 0.0)
+            )
+        return {name: (forward, backward) for name, (forward, backward) in parts.items()}
 
     def _slow_code_seconds(self, padded_tokens: float) -> dict[str, float]:
         """Seconds of a micro step that faster code would save; a CPU runs linear attention in one
@@ -729,51 +697,39 @@ class _Roofline:
             )
         return seconds
 
-    def _micro_step_flops(
-        self, micro_steps: AverageMicroSteps, recomputed_share: float
-    ) -> dict[str, float]:
-        """Operations of one micro-step: matrix products of the blocks, attention, head. A product
-        of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the
-        same again and only where the weight trains. Attention costs 4q per token and seen key
-        forward (two products) and 2.5 times as much backward (FlashAttention-2,
-        https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
-        """
+    def _token_flops(
+        self, row_length: float, recomputed_share: float
+    ) -> dict[str, tuple[float, float]]:
+        """Operations for a token of a row of this length, forwards and backwards: matrix products
+        of the blocks, attention, head. A product of k by n is 2kn for a token; the gradient of its
+        input costs the same, that of its weight the same again and only where the weight trains.
+        Attention costs 4q per token and seen key forward (two products) and 2.5 times as much
+        backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its
+        logits twice."""
         shape, is_full = self.shape, self.config.tuning.mode == "full"
-        padded_tokens = micro_steps.padded_tokens
-        weight_gradient_share = 1.0 if is_full else 0.0
         adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
         # keys that a query of a row sees on average, summed over the layers; eager attention
         # computes all of them
-        length, attended_keys = micro_steps.row_length, 0.0
+        attended_keys = 0.0
         for kind in shape.layers:
             has_window = kind.attention in ("sliding", "chunked")
-            window = min(length, shape.window or length) if has_window else length
+            window = min(row_length, shape.window or row_length) if has_window else row_length
             # causal: position i sees min(i, window) keys; the mean over a row, from the triangle
             # and the band below it
             seen_keys = (
-                length
+                row_length
                 if self.step.attention == "eager"
-                else window - window * window / (2 * length)
+                else window - window * window / (2 * row_length)
             )
             attended_keys += 0.0 if kind.attention == "none" else kind.count * seen_keys
+        block_flops = 2.0 * active_params(shape)
+        attention_flops = 4.0 * attended_keys * shape.q_width
+        head_flops = 2.0 * shape.vocab_size * shape.hidden_size
         return {
-            "blocks": (
-                2.0
-                * active_params(shape)
-                * padded_tokens
-                * (2.0 + recomputed_share + weight_gradient_share)
-            ),
-            "adapters": adapter_flops * padded_tokens * (3.0 + recomputed_share),
-            "attention": (
-                4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share)
-            ),
-            "head": (
-                2.0
-                * shape.vocab_size
-                * shape.hidden_size
-                * padded_tokens
-                * (3.0 + weight_gradient_share)
-            ),
+            "blocks": (block_flops, block_flops * (1.0 + recomputed_share + is_full)),
+            "adapters": (adapter_flops, adapter_flops * (2.0 + recomputed_share)),
+            "attention": (attention_flops, attention_flops * (2.5 + recomputed_share)),
+            "head": (head_flops, head_flops * (2.0 + is_full)),
         }
 
     def _communication_cost(
@@ -840,6 +796,17 @@ class _Roofline:
             moved_bytes += sent_bytes
             exposed_s += sent_bytes / link_rate + starts * _start_seconds(ranks, calls)
         return int(moved_bytes), exposed_s
+
+
+def _trained_tensors(config: RunConfig, shape: ModelShape) -> int:
+    """Tensors of the blocks that a step updates: weights, or two factors for each adapter."""
+    targets = config.tuning.lora.target_modules
+    is_full = config.tuning.mode == "full"
+    tensors = 0
+    for kind in shape.layers:
+        adapted = sum(is_target(linear, targets) for linear in kind.linears)
+        tensors += kind.count * (len(kind.linears) if is_full else 2 * adapted)
+    return tensors
 
 
 def active_params(shape: ModelShape) -> float:
@@ -918,7 +885,7 @@ class SpeedError:
 
 DATA_CENTRE_ERROR = SpeedError(0.15, "bf16 on data-centre cards")
 LONG_ROW_ERROR = SpeedError(0.40, "rows above 8,192 tokens")
-WORKSTATION_ERROR = SpeedError(0.25, "bf16 on workstation and gaming cards")
+WORKSTATION_ERROR = SpeedError(0.35, "bf16 on workstation and gaming cards")
 SMALL_MODEL_ERROR = SpeedError(0.60, "models below 5B, or cards without bf16")
 # Largest shares and smallest are those of `benchmarks/speed.json`, rounded up to 5%.
 SPEED_ERROR_CLASSES = (DATA_CENTRE_ERROR, LONG_ROW_ERROR, WORKSTATION_ERROR, SMALL_MODEL_ERROR)

@@ -44,9 +44,11 @@ from sft_play.planner.memory.step_memory import (
 from sft_play.planner.memory.structure import (
     ElementBytes,
     configured_shape,
+    element_bytes,
     needs_repeated_kv,
     stacked_adapter_params,
 )
+from sft_play.planner.pass_work import CountedWork, mean_work
 from sft_play.planner.plan import TracePrediction
 from sft_play.planner.precision import DtypeName, Precision, adapter_dtype, gradient_sync
 from sft_play.process.waiting import importing
@@ -315,7 +317,12 @@ def load_planned_shape(
         logger.debug("%s; its class is measured on the meta device", error)
     shape = cached_shape(config, name=name, trust_remote_code=trust_remote_code)
     code = name if trust_remote_code and config.get("auto_map") else None
-    return replace(shape, block_meter=BlockMeter(json.dumps(dict(config)), code))
+    config_json = json.dumps(dict(config))
+    return replace(
+        shape,
+        block_meter=BlockMeter(config_json, code),
+        pass_meter=BlockPassMeter(config_json, code),
+    )
 
 
 @dataclass(frozen=True)
@@ -406,6 +413,78 @@ class BlockMeter:
                 else None
             ),
         )
+
+
+@dataclass(frozen=True)
+class BlockPassMeter(BlockMeter):
+    """Counts what blocks of one class move and start beside their products; `pass_meter` of its
+    shape."""
+
+    def __call__(  # type: ignore[override]
+        self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step
+    ) -> CountedWork | None:
+        """Count an average block of the class; None where it does not run on fake tensors."""
+        # checkpointing runs the same operators again; experts one after another, and slow linear
+        # attention, are parts of their own
+        plain_step = replace(step, offloads=False, fla=True)
+        # engines that shard states give blocks weights in 16 bits
+        itemsizes = element_bytes(config, precision)
+        if step.layout.shards_states and itemsizes.autocast is not None:
+            itemsizes = replace(itemsizes, weights=2)
+        settings = replace(
+            self._step_settings(config, shape, precision, plain_step, itemsizes, "kept"),
+            experts="stacked",
+            # squares of eager attention grow with a row
+            seq_len=step.length if step.attention == "eager" else COUNTED_TOKENS,
+            casts_inputs=step.casts_inputs,
+        )
+        kind_indices = leading_blocks(shape.layer_order)
+        key_fields = {
+            "settings": settings.canonical_text(),
+            "places": kind_indices,
+            "work": WORK_VERSION,
+        }
+        key = json.dumps(key_fields)
+        if key not in _works_by_key:
+            _works_by_key[key] = load_or_measure(
+                "works",
+                key_fields,
+                _WORKS_ADAPTER,
+                lambda: _count_blocks(settings, len(kind_indices)),
+                cacheable=self.remote_code is None,
+            )
+        if not _works_by_key[key]:
+            return None
+        # the last block of a kind that is counted: the first one has no input with a gradient
+        by_kind = dict(zip(kind_indices, _works_by_key[key], strict=True))
+        is_nf4 = config.tuning.mode == "qlora"
+        return mean_work(
+            (
+                by_kind[index].with_operators(is_nf4 * len(kind.packable_sizes)),
+                kind.count / shape.num_layers,
+            )
+            for index, kind in enumerate(shape.layers)
+        )
+
+
+def _count_blocks(settings: StepSettings, depth: int) -> list[CountedWork]:
+    """Count the first blocks; none where the class does not run on fake tensors."""
+    try:
+        works: list[CountedWork] = _import_module("pass_work").count_blocks(
+            settings, depth=depth, length=settings.seq_len
+        )
+    except TraceUnavailable as error:
+        logger.debug("what its blocks move is estimated by their widths: %s", error)
+        return []
+    return works
+
+
+# Part of the key of what is remembered: raised whenever this package would count otherwise.
+WORK_VERSION = 3
+# Tokens of a row that is counted.
+COUNTED_TOKENS = 512
+_WORKS_ADAPTER = TypeAdapter(list[CountedWork])
+_works_by_key: dict[str, list[CountedWork]] = {}
 
 
 def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ that they run), `heartbeat`. A folder for each part:
   `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
-- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `summary`.
+- `measure/`: `monitor`, `host_speed`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
+  `summary`.
 
 Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their
 program.

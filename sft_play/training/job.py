@@ -175,8 +175,16 @@ def record_measurements(
         # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the
         # calibration. The plain ones' memory is one, an upper bound of Liger's.
         counted_kernels = plan.kernels or CountedKernels()
+        uncorrected, pass_times = plan.choice.uncorrected, figures.get("pass_times")
         if counted_kernels.speed == used_kernels:
-            measurements["predicted_tokens_per_s"] = plan.choice.uncorrected.tokens_per_s
+            measurements["predicted_tokens_per_s"] = uncorrected.tokens_per_s
+        if pass_times and uncorrected.pass_times and counted_kernels.speed == used_kernels:
+            measurements |= {
+                "measured_pass_s": pass_times["pass_s"],
+                "measured_token_s": pass_times["token_s"],
+                "predicted_pass_s": uncorrected.pass_times.host_s,
+                "predicted_token_s": uncorrected.pass_times.token_s,
+            }
         if counted_kernels.memory in ("plain", used_kernels):
             measurements["memory_kernels"] = counted_kernels.memory
             measurements["predicted_allocated"] = max(allocated for allocated, _ in predicted_peaks)

@@ -22,6 +22,7 @@ from sft_play.runs.folder import OomEvent, record_oom_event, write_oom_note
 from sft_play.training import distributed
 from sft_play.training.job import RunJob, measured_run
 from sft_play.training.loop.rows import FILLER_INDEX
+from sft_play.training.measure.host_speed import measure_pass_floor, record_host_speed
 from sft_play.training.prepare.device_checks import (
     free_memory,
     is_out_of_memory,
@@ -52,6 +53,8 @@ class StepMemory(TrainerCallback):
         # Called when memory has run out, before anything is repeated.
         self.on_oom: list[Callable[[OomEvent], None]] = []
         self.has_halved = False
+        # Seconds of a pass of hardly any tokens; None where it was not measured.
+        self.pass_floor_s: float | None = None
         self._step_start: dict[str, Any] = {}
 
     @property
@@ -196,7 +199,11 @@ class StepMemory(TrainerCallback):
         trainer.heartbeat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
         self.run_with_retry(lambda _: self._compute_longest_rows())
+        # everything that a pass uses is built now
+        self.pass_floor_s = measure_pass_floor(trainer)
         self._restore_step_start()
+        if self.pass_floor_s is not None:
+            record_host_speed(trainer.plan, self.pass_floor_s)
 
     def _compute_longest_rows(self) -> None:
         # with stand-ins for optimizer states and for gradients of other micro-steps

@@ -7,7 +7,7 @@ import gc
 import itertools
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +180,10 @@ PAUSES: dict[str, RunPhase | None] = {
     "evaluation": "evaluation",
     "profile": None,
 }
+# Steps at a run's start whose passes are not steady: checks look at them, and memory grows.
+UNSTEADY_STEPS = 5
+# Passes whose times are kept.
+MAX_TIMED_PASSES = 512
 # What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24.
 _SUM_DTYPE = torch.float64
 
@@ -212,6 +216,9 @@ class Monitor(TrainerCallback):
         self.samples_seen, self.tokens_seen = 0.0, 0.0
         # Of those tokens: seen before this process started.
         self.tokens_before_start = 0.0
+        # Padded tokens of steady passes with their start and end, the newest.
+        self._passes: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_TIMED_PASSES)
+        self._pass_tokens = self._finished_steps = 0
         # Seconds of each pause so far, of evaluations by the prefix of their figures.
         self.pause_seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._start_window()
@@ -253,7 +260,10 @@ class Monitor(TrainerCallback):
         start, start_time, phase = self._now(), time.perf_counter(), PAUSES.get(name)
         with self.peaks.during(phase) if phase else contextlib.nullcontext():
             yield
-        self._spans.append((name, start, self._now()))
+        end = self._now()
+        self._spans.append((name, start, end))
+        if name == "forward_backward" and self._finished_steps >= UNSTEADY_STEPS:
+            self._passes.append((self._pass_tokens, start, end))
         if name in PAUSES:
             seconds = time.perf_counter() - start_time
             self._paused_s += seconds
@@ -270,18 +280,29 @@ class Monitor(TrainerCallback):
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Add the optimizer's time."""
+        self._finished_steps += 1
         self._spans.append(("optimizer", self._optimizer_start, self._now()))
 
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that
         are not."""
         trained = scored_labels(inputs) != ignored_label
+        self._pass_tokens = inputs["labels"].numel()
         self.add(
             tokens=count_tokens(inputs),
             trained_tokens=trained.sum(),
             samples=inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum(),
             places=inputs["labels"].numel(),
         )
+
+    def timed_passes(self) -> list[tuple[int, float]]:
+        """Padded tokens and seconds of this rank's steady passes, the newest."""
+        if self._on_gpu and self._passes:
+            self._passes[-1][2].synchronize()
+        return [
+            (tokens, start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
+            for tokens, start, end in self._passes
+        ]
 
     def take_metrics(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks

@@ -3,7 +3,7 @@ words."""
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,8 @@ import torch
 from sft_play.answers import plain_data
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
+from sft_play.planner import calibration
+from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_disk_bytes, read_evaluations, require_disk_space
 from sft_play.starter import CONFIG
 from sft_play.text import GIB, format_duration
@@ -40,6 +42,9 @@ from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
 
 logger = logging.getLogger(__name__)
+
+# Passes that a run's seconds by tokens are fitted to, at least.
+MIN_FITTED_PASSES = 5
 
 # Questions whose answers are kept in the summary, and the longest text of each.
 MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
@@ -86,10 +91,25 @@ def build_summary(
             round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
         ),
     }
+    summary["pass_times"] = pass_times(
+        job.plan, trainer._monitor.timed_passes(), floor_s=trainer.step_memory.pass_floor_s
+    )
     if job.plan.kernels:  # what the plan counted, what was used, and why they differ
         used, counted = list(trainer.kernels.replaced), asdict(job.plan.kernels)
         summary["kernels"] = {"used": used, "counted": counted, "reason": trainer.kernels.reason}
     return summary
+
+
+def pass_times(
+    plan: Plan, passes: Sequence[tuple[int, float]], *, floor_s: float | None
+) -> dict[str, float] | None:
+    """Seconds of a pass at no tokens and of each token, fitted to the passes of a run; None where
+    several ranks wait for each other in them, or there are too few. 0: the passes do not tell."""
+    predicted = plan.choice.uncorrected.pass_times
+    if plan.choice.layout.ranks > 1 or predicted is None or len(passes) < MIN_FITTED_PASSES:
+        return None
+    pass_s, token_s = calibration.fit_pass_times(passes, predicted, host_s=floor_s)
+    return {"pass_s": pass_s, "token_s": token_s, "passes": len(passes)}
 
 
 def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -> list[str]:
