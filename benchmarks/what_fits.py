@@ -22,7 +22,8 @@ MODES = ("qlora", "lora", "full")
 ROW_TOKENS, ROWS = 2048, 16
 """Tokens of a row, and rows of an optimizer step, at which the speed is predicted."""
 MEASURED = {("Qwen/Qwen3-4B", "lora", "H100"): 13_160}
-"""Tokens per second that were measured of a cell's own rows, in steady steps (LOG.md, 2026-11-26)."""
+"""Tokens per second that were measured of a cell's own rows in steady steps, with `train.kernels: none` (LOG.md,
+2026-11-26)."""
 _BASE = ROOT / "configs" / "run_bnb.yaml"
 _ABOUT = """# What fits where
 
@@ -58,7 +59,7 @@ def cell(model: str, mode: str, card: str) -> str:
     error = "?" if share is None else f"±{share:.0%}"
     speed, hours = plan.speed.tokens_per_s, 1e6 / plan.speed.tokens_per_s / 3600
     if (model, mode, card) in MEASURED:
-        error += f" (measured: {MEASURED[model, mode, card]:,})"
+        error += f" (measured by plain code: {MEASURED[model, mode, card]:,})"
     return f"{longest:,}; micro {plan.batch.micro_batch}, {speed:,.0f}/s {error}, {hours:.2g} h"
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from benchmarks.host_pass import KernelOperators
 from sft_play.config.load import config_from_text
 from sft_play.planner.kernels import groups_adapters
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
+from sft_play.trace.pass_work import KernelLog
 from sft_play.training.class_checks.replaced_code import check_grouped_adapters
 from sft_play.training.model.grouped_adapters import GroupedAdapters, find_shared_inputs, group_adapters
 from tests.test_adapter_inputs import adapted
@@ -200,7 +200,7 @@ def test_a_layer_starts_fewer_kernels(tiny_llama):
     model, ids = adapted(tiny_llama, "lora"), torch.arange(3, 20)[None]
 
     def operators() -> int:
-        with KernelOperators() as counted:
+        with KernelLog() as counted:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()

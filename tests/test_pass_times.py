@@ -28,7 +28,7 @@ BF16 = Precision("bfloat16", "bfloat16", "")
 
 
 def predicted_times(model: str, *, row_length: int = 2048, tokens: int = 8192) -> PassTimes:
-    config = config_from_text(f"model: {{name: {model}}}\ntuning: {{mode: lora}}", name="x")
+    config = config_from_text(f"model: {{name: {model}}}\ntuning: {{mode: lora}}\ntrain: {{kernels: none}}", name="x")
     rates, step = find_rates(parse_hardware("1xH100"), BF16), Step(4, 4, 2048, checkpointed_layers=0)
     rows = AverageMicroSteps(4, tokens, row_length, 4 * tokens, 4)
     found = predict_speed(config, load_model_shape(model), BF16, step, rates, micro_steps=rows).pass_times
@@ -105,7 +105,7 @@ def test_one_number_is_used_where_passes_are_not_known_and_two_before_it():
 def run_config(name: str = "Qwen/Qwen2.5-3B-Instruct", **train: Any) -> Any:
     words = "".join(f", {name}: {value}" for name, value in train.items())
     text = f"model: {{name: {name}, max_seq_len: 2048}}\ntuning: {{mode: lora}}\n"
-    return config_from_text(f"{text}train: {{effective_batch_size: 32{words}}}", name="x")
+    return config_from_text(f"{text}train: {{kernels: none, effective_batch_size: 32{words}}}", name="x")
 
 
 def test_candidates_are_ranked_with_both_numbers(tmp_path, monkeypatch):

@@ -84,8 +84,8 @@ def test_a_pass_takes_the_longer_of_host_and_card_and_the_backward_pass_waits_fo
 
 def h100_step(chats: AverageMicroSteps | None = None) -> float:
     """Seconds of a step of Qwen3-4B with LoRA as it was recorded on an H100, whose host took 8.6 ms a layer
-    (benchmarks/LOG.md, 2026-11-26): four passes of 8,192 tokens, or `chats`."""
-    config = config_from_text("model: {name: Qwen/Qwen3-4B}\ntuning: {mode: lora}", name="x")
+    (benchmarks/LOG.md, 2026-11-26): four passes of 8,192 tokens, or `chats`, by plain code and PEFT's own adapters."""
+    config = config_from_text("model: {name: Qwen/Qwen3-4B}\ntuning: {mode: lora}\ntrain: {kernels: none}", name="x")
     shape, step = load_model_shape("Qwen/Qwen3-4B"), Step(4, 4, 2048, checkpointed_layers=0, varlen=chats is not None)
     work = estimate_pass_work(config, shape, BF16, step).plain
     operator_s = 8.6e-3 / (FORWARD_OPERATOR_WEIGHT * work.forward.operators + work.backward.operators)
