@@ -65,8 +65,8 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         layers, checkpointed = plain.choice.layers, step.checkpointed_layers
         again = (layers if checkpointed is None else checkpointed) / layers
         work = estimate_pass_work(config(*words), shape, precision, step)
-        spared = work.plain.token_bytes - work.compiled.token_bytes
-        spared += again * (work.plain.forward.token_bytes - work.compiled.forward.token_bytes)
+        difference = work.plain.plus(work.compiled, times=-1)
+        spared = difference.backward.token_bytes + (1 + again) * difference.forward.token_bytes
         spared_s = spared * layers * step.tokens * step.grad_accum / (rates.memory_bytes_per_s * BANDWIDTH_SHARE)
         fixed = (work.plain.forward.fixed_bytes, work.compiled.forward.fixed_bytes)
         assert fixed[0] == fixed[1]

@@ -74,7 +74,8 @@ def check_host(bench: TrialBench, hardware: Hardware) -> Part:
     speed = load_host_speeds(bench.cache).get(name)
     if result.code != 0 or speed is None:
         return Part(part, "fail", result.message, **result.figures)
-    save_host_speed(speed)  # the user's, not the trials'
+    # the user's, not the trials'
+    save_host_speed(name, speed.operator_s, measured_by=speed.measured_by)
     reason = f"{speed.operator_s * 1e6:.1f} us an operator, seen before: {OPERATOR_RANGE_S}"
     return Part(part, "pass", reason, measured=dataclasses.asdict(speed), **result.figures)
 

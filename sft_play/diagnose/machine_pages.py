@@ -22,7 +22,7 @@ from sft_play.machine import nvml
 from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
-from sft_play.machine.host_speed import load_host_speed
+from sft_play.machine.host_speed import load_host_speeds
 from sft_play.machine.software import (
     installed_version,
     nccl_package,
@@ -159,7 +159,7 @@ def _read_host_speed(
                 timeout=HOST_PROBE_TIMEOUT_S,
                 check=True,
             )
-    speed = load_host_speed(name)
+    speed = load_host_speeds().get(name)
     return asdict(speed) if speed else None
 
 

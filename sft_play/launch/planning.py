@@ -66,7 +66,7 @@ from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
 from sft_play.machine.compiler import inductor_obstacle
 from sft_play.machine.hardware import Hardware, detect_hardware
-from sft_play.machine.host_speed import HostSpeed, load_host_speed
+from sft_play.machine.host_speed import load_host_speeds
 from sft_play.machine.software import LIGER_PACKAGE, cuda_libraries, missing_kernel_packages
 from sft_play.models.config_json import load_config_json
 from sft_play.models.shape import ModelShape
@@ -161,6 +161,9 @@ def build_plan_request(
             update={"backend": backend.name, "backend_fallback": None}
         )
         config = config.model_copy(update={"tuning": tuning})
+    host_speed = None
+    if hardware.gpus and not hardware.named:
+        host_speed = load_host_speeds().get(hardware.gpus[0].name)
     return PlanRequest(
         config,
         load_run_model_shape(config),
@@ -172,16 +175,10 @@ def build_plan_request(
         row_tokens=rows or cached_row_tokens(config),
         missing_packages=_missing_packages(hardware),
         libraries=cuda_libraries(),
-        host_speed=_measured_host(hardware),
+        host_speed=host_speed,
         keeps_params=keeps_params,
         inductor_obstacle=_inductor_obstacle(config, hardware),
     )
-
-
-def _measured_host(hardware: Hardware) -> HostSpeed | None:
-    if hardware.named or not hardware.gpus:
-        return None
-    return load_host_speed(hardware.gpus[0].name)
 
 
 def _missing_packages(hardware: Hardware) -> frozenset[str]:
@@ -206,7 +203,12 @@ def plan_request(
     if include_suggestions and request.resumed_batch is None:  # a resumed run's batch is fixed
         planner = make_advised_plan
     if trace:
-        request = dataclasses.replace(request, shape=_with_pass_meter(config, request.shape))
+        if config.plan.trace and request.shape.pass_meter is None:
+            # a trace imports the libraries that count a block anyway
+            model = load_config_json(config.model.name, revision=config.model.revision)
+            meter = BlockPassMeter(json.dumps(dict(model)))
+            shape = dataclasses.replace(request.shape, pass_meter=meter)
+            request = dataclasses.replace(request, shape=shape)
         trace_candidate = functools.partial(_trace_candidate, config, request.shape)
     return planner(
         request,
@@ -218,14 +220,6 @@ def plan_request(
 def has_eval(config: RunConfig) -> bool:
     """Whether evaluation batches run beside the training."""
     return config.data.val_fraction > 0 or has_held_out_file(config.data)
-
-
-def _with_pass_meter(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """The shape with what counts its blocks, where a trace imports the libraries anyway."""
-    if shape.pass_meter is not None or not config.plan.trace:
-        return shape
-    model = load_config_json(config.model.name, revision=config.model.revision)
-    return dataclasses.replace(shape, pass_meter=BlockPassMeter(json.dumps(dict(model))))
 
 
 def _trace_candidate(config: RunConfig, shape: ModelShape, candidate: Candidate) -> TracePrediction:

@@ -4,6 +4,7 @@ device, in the cache beside the record of runs."""
 import contextlib
 import json
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -27,23 +28,20 @@ class HostSpeed:
 _SPEEDS_ADAPTER = TypeAdapter(dict[str, HostSpeed])
 
 
-def load_host_speed(device: str) -> HostSpeed | None:
-    """The newest measurement with this device; None without one."""
-    return load_host_speeds().get(device)
-
-
-def save_host_speed(speed: HostSpeed) -> None:
-    """Keep a measurement in place of an earlier one; a cache that cannot be written keeps none."""
-    if not 0 < speed.operator_s < 1:  # a clock that stood still
+def save_host_speed(device: str, operator_s: float, *, measured_by: str) -> None:
+    """Keep a measurement of today in place of an earlier one; a cache that cannot be written keeps
+    none."""
+    if not 0 < operator_s < 1:  # a clock that stood still
         return
-    speeds = load_host_speeds() | {speed.device: speed}
+    today = datetime.now(UTC).date().isoformat()
+    speeds = load_host_speeds() | {device: HostSpeed(device, operator_s, measured_by, today)}
     with contextlib.suppress(OSError):
         text = json.dumps({name: asdict(one) for name, one in speeds.items()}, indent=1)
         atomic.write(cache_dir() / HOST_SPEED_FILE, text + "\n")
 
 
 def load_host_speeds(folder: Path | None = None) -> dict[str, HostSpeed]:
-    """All measurements by device, of this machine's cache or of another folder."""
+    """The newest measurements by device, of this machine's cache or of another folder."""
     with contextlib.suppress(OSError, ValidationError):
         return _SPEEDS_ADAPTER.validate_json(
             ((folder or cache_dir()) / HOST_SPEED_FILE).read_bytes()

@@ -48,9 +48,8 @@ MAX_MEMORY_FACTOR = 4.0
 SIMILAR_SIZE_FACTOR = 2.0
 # A pass that takes this many times as long as the host's says something of the card.
 CLEAR_OF_HOST = 1.1
-# Factors of the card, and seconds of a host that was not measured, that are tried at most; and by
-# how much less the passes must be off for one of the latter to be taken.
-MAX_FITTED, BETTER_FIT = 16, 0.7
+# Factors of the card that are tried at most.
+MAX_FITTED = 16
 # Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order
 # of magnitude.
 SPEED_RANGE = (1e-4, 1e4)
@@ -99,7 +98,7 @@ class MeasuredRun:
     # 0: it did not.
     ran_out_of: int = 0
     # Seconds of a pass at no tokens, which are the host's, and of each token; 0: not measured, as
-    # in lines of earlier versions.
+    # in lines of earlier versions and of runs that do not measure their host.
     predicted_pass_s: float = 0.0
     measured_pass_s: float = 0.0
     predicted_token_s: float = 0.0
@@ -131,10 +130,10 @@ class Correction:
     run_count: int = 0
     memory_factor: float = 1.0
     speed_factor: float = 1.0
-    # Factors of a pass's seconds, in place of the one on speed where passes were measured: of the
-    # host's (None: it was not measured) and of the card's.
+    # Factors of a pass's seconds, in place of the one on speed: of the host's (None: passes were
+    # not measured) and of the card's.
     host_factor: float | None = None
-    card_factor: float | None = None
+    card_factor: float = 1.0
     has_measured_speed: bool = False
     uses_selftest_speed: bool = False
     # Reserved bytes of the runs that memory is learned from: predicted, measured.
@@ -224,12 +223,12 @@ class Correction:
 
     @property
     def _speed_text(self) -> str:
-        if self.card_factor is None:
+        if self.host_factor is None:
             return f"{self.speed_factor:.2f} of the roofline's speed"
-        text = f"{self.card_factor:.2f} of the roofline's seconds of a token"
-        if self.host_factor is not None:
-            text += f" and {self.host_factor:.2f} of the host's seconds of a pass"
-        return text
+        return (
+            f"{self.card_factor:.2f} of the roofline's seconds of a token and"
+            f" {self.host_factor:.2f} of the host's seconds of a pass"
+        )
 
 
 def measured_runs_path() -> Path:
@@ -329,17 +328,15 @@ def compute_correction(
     )
     newest_runs = (speed_runs or finished_runs)[-MAX_SPEED_RUNS:]
     # passes say more than a run's mean speed, which holds for rows of its lengths alone
-    card_factor = _median_factor(
-        [run.measured_token_s / (run.predicted_token_s or math.inf) for run in newest_runs]
-    )
     host_factor = _median_factor(
         [run.measured_pass_s / (run.predicted_pass_s or math.inf) for run in newest_runs]
     )
+    card_factor = _median_factor(
+        [run.measured_token_s / (run.predicted_token_s or math.inf) for run in newest_runs]
+    )
     speed_factor = None
-    if card_factor is None and host_factor is None:
+    if host_factor is None:
         speed_factor = _median_factor([run.speed_ratio for run in newest_runs])
-    elif card_factor is None:
-        card_factor = 1.0
     same_model_runs = [
         run
         for run in same_kind
@@ -360,9 +357,9 @@ def compute_correction(
     return Correction(
         len(nearest_runs),
         min(MAX_MEMORY_FACTOR, memory_factor),
-        1.0 if speed_factor is None else speed_factor,
+        speed_factor or 1.0,
         host_factor,
-        card_factor,
+        card_factor or 1.0,
         has_measured_speed=bool(newest_runs),
         uses_selftest_speed=bool(newest_runs) and not speed_runs,
         oom_run=min(oom_runs, key=lambda run: run.predicted_reserved, default=None),
@@ -377,37 +374,19 @@ def _median_factor(ratios: Sequence[float]) -> float | None:
     return min(highest, max(lowest, statistics.median(known))) if known else None
 
 
-def fit_pass_times(
-    passes: Sequence[tuple[float, float]], predicted: PassTimes, *, host_s: float | None
-) -> tuple[float, float]:
-    """Seconds of a pass at no tokens and of each token, by measured passes (tokens, seconds) and
-    their predicted times; 0 for what they do not tell. `host_s`: a pass of hardly any tokens as it
-    was measured; None: what explains the passes best, if that is better than the prediction."""
-    hosts_s = [predicted.host_s if host_s is None else host_s]
-    if host_s is None:
-        seconds = sorted(seconds for _, seconds in passes)
-        hosts_s += seconds[:: 1 + len(seconds) // MAX_FITTED]
-    error, card_factor, pass_s = math.inf, None, host_s or 0.0
-    for index, tried_s in enumerate(hosts_s):
-        tried_error, tried_factor = _fit_card(passes, predicted, tried_s)
-        if tried_error < error * (BETTER_FIT if index else 1.0):
-            error, card_factor = tried_error, tried_factor
-            pass_s = tried_s if index else pass_s
-    return pass_s, (card_factor or 0.0) * predicted.token_s
-
-
-def _fit_card(
-    passes: Sequence[tuple[float, float]], predicted: PassTimes, host_s: float
-) -> tuple[float, float | None]:
-    """How far passes are off with this host, and the card's factor that is off least, of those by
-    which single passes come out; None where the host alone explains them all."""
+def fit_token_seconds(
+    passes: Sequence[tuple[float, float]], predicted: PassTimes, *, host_s: float
+) -> float:
+    """Seconds of each token, by measured passes (tokens, seconds), their predicted times and a pass
+    of hardly any tokens as it was measured: of the card's factors by which single passes come out,
+    the one by which all are off least. 0 where the host alone explains them all."""
     times = predicted.corrected(host_factor=host_s / max(1e-12, predicted.host_s), card_factor=1.0)
-    factors = [
+    factors = sorted(
         factor
         for tokens, seconds in passes
         if seconds > CLEAR_OF_HOST * host_s
         and (factor := times.card_factor(tokens, seconds)) is not None
-    ]
+    )
 
     def error(card_factor: float) -> float:
         fitted = times.corrected(host_factor=1.0, card_factor=card_factor)
@@ -416,9 +395,8 @@ def _fit_card(
             for tokens, seconds in passes
         )
 
-    candidates = sorted(factors)[:: 1 + len(factors) // MAX_FITTED]
-    best = min(candidates, key=error, default=None)
-    return (math.inf, None) if best is None else (error(best), best)
+    tried_factors = factors[:: 1 + len(factors) // MAX_FITTED]
+    return min(tried_factors, key=error, default=0.0) * predicted.token_s
 
 
 def _prefer_runs(

@@ -211,18 +211,14 @@ class PlanInputs:
     def layout_rates(self, layout: Layout) -> Rates:
         """The rates as earlier runs and the measured host correct them. A run of which only the
         mean speed is known corrects the speed by rates without a measured host."""
-        correction, rates = self.find_correction(layout), self.rates
-        if self.host_speed is not None:
-            rates = dataclasses.replace(rates, operator_s=self.host_speed.operator_s)
-        if correction.card_factor is not None:
-            rates = dataclasses.replace(rates, card_factor=correction.card_factor)
-            if correction.host_factor is not None:
-                rates = dataclasses.replace(
-                    rates, operator_s=self.rates.operator_s, host_factor=correction.host_factor
-                )
-        elif correction.has_measured_speed:
+        correction = self.find_correction(layout)
+        if correction.host_factor is not None:
+            return dataclasses.replace(
+                self.rates, host_factor=correction.host_factor, card_factor=correction.card_factor
+            )
+        if correction.has_measured_speed or self.host_speed is None:
             return self.rates
-        return rates
+        return dataclasses.replace(self.rates, operator_s=self.host_speed.operator_s)
 
     def layout_precision(self, layout: Layout) -> Precision:
         """The precision of a layout."""

@@ -155,8 +155,7 @@ def _host_reason(inputs: PlanInputs, choice: Candidate) -> str:
     """What the host's speed is from; where it was not measured, the speeds that it may come to.
     Empty where the quickest and the slowest host come to the same."""
     measured, correction = inputs.host_speed, inputs.find_correction(choice.layout)
-    is_learned = correction.has_measured_speed and correction.card_factor is None
-    if not choice.step.on_gpu or is_learned or correction.host_factor is not None:
+    if not choice.step.on_gpu or correction.has_measured_speed:
         return ""
     if measured is not None:
         return (

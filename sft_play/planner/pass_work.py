@@ -30,17 +30,12 @@ class DirectionWork:
     fixed_bytes: float = 0.0
     operators: float = 0.0
 
-    def __add__(self, other: DirectionWork) -> DirectionWork:
+    def plus(self, other: DirectionWork, *, times: float = 1.0) -> DirectionWork:
+        """This work, and the other one so many times."""
         return DirectionWork(
-            self.token_bytes + other.token_bytes,
-            self.fixed_bytes + other.fixed_bytes,
-            self.operators + other.operators,
-        )
-
-    def scaled(self, factor: float) -> DirectionWork:
-        """The same work `factor` times."""
-        return DirectionWork(
-            self.token_bytes * factor, self.fixed_bytes * factor, self.operators * factor
+            self.token_bytes + times * other.token_bytes,
+            self.fixed_bytes + times * other.fixed_bytes,
+            self.operators + times * other.operators,
         )
 
 
@@ -51,22 +46,12 @@ class PassWork:
     forward: DirectionWork = DirectionWork()
     backward: DirectionWork = DirectionWork()
 
-    def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(self.forward + other.forward, self.backward + other.backward)
-
-    def scaled(self, factor: float) -> PassWork:
-        """The same work `factor` times."""
-        return PassWork(self.forward.scaled(factor), self.backward.scaled(factor))
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes for each token in both directions."""
-        return self.forward.token_bytes + self.backward.token_bytes
-
-    @property
-    def operators(self) -> float:
-        """Operators of both directions."""
-        return self.forward.operators + self.backward.operators
+    def plus(self, other: PassWork, *, times: float = 1.0) -> PassWork:
+        """This work, and the other one so many times."""
+        return PassWork(
+            self.forward.plus(other.forward, times=times),
+            self.backward.plus(other.backward, times=times),
+        )
 
 
 @dataclass(frozen=True)
@@ -80,15 +65,15 @@ class CountedWork:
     def with_operators(self, count: int) -> CountedWork:
         """The same with `count` more operators in each direction, which a count does not see."""
         more = PassWork(DirectionWork(operators=count), DirectionWork(operators=count))
-        return CountedWork(self.plain + more, self.compiled + more)
+        return CountedWork(self.plain.plus(more), self.compiled.plus(more))
 
 
 def mean_work(works: Iterable[tuple[CountedWork, float]]) -> CountedWork:
     """The mean of blocks, each with its share of a model's."""
     plain, compiled = PassWork(), PassWork()
     for work, share in works:
-        plain += work.plain.scaled(share)
-        compiled += work.compiled.scaled(share)
+        plain = plain.plus(work.plain, times=share)
+        compiled = compiled.plus(work.compiled, times=share)
     return CountedWork(plain, compiled)
 
 
@@ -165,8 +150,8 @@ COMPILED_BYTES: dict[Precisions, dict[str, _Moves]] = {
 # reads, of outputs, and of inputs that further layers of a group share, whose gradients' sum is a
 # part of the products.
 GROUPED_BYTES: dict[Precisions, dict[str, _Moves]] = {
-    "half": {"group_input": (2, 6), "group_output": (4, 4), "shared_input": (0, -6)},
-    "single": {"group_input": (4, 12), "group_output": (8, 8), "shared_input": (0, -12)},
+    "half": {"adapter_input": (2, 6), "adapter_output": (4, 4), "shared_input": (0, -6)},
+    "single": {"adapter_input": (4, 12), "adapter_output": (8, 8), "shared_input": (0, -12)},
 }
 # Layers that read one input, by the last part of their names.
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -215,55 +200,39 @@ def estimate_pass_work(
 def _estimate_kind(
     config: RunConfig, shape: ModelShape, kind: LayerKind, precision: Precision, step: Step
 ) -> CountedWork:
-    is_full, lora = config.tuning.mode == "full", config.tuning.lora
+    mode, lora = config.tuning.mode, config.tuning.lora
+    is_full, is_nf4 = mode == "full", mode == "qlora"
     computes = _precisions(config, precision, step)
-    adapted: list[LinearShape] = []
-    if not is_full:
-        adapted = [one for one in kind.linears if is_target(one, lora.target_modules)]
+    adapted = [one for one in kind.linears if not is_full and is_target(one, lora.target_modules)]
     routed_rows = shape.rows_per_token * (kind.num_experts > 0)
     computes_scores = step.attention == "eager" and kind.attention != "none"
+    adapter_input = sum(linear.inputs for linear in adapted)
     widths = unit_widths(shape, kind) | {
         "hidden": shape.hidden_size,
-        "adapter_input": sum(linear.inputs for linear in adapted),
+        "adapter_input": adapter_input,
         "adapter_output": sum(linear.outputs for linear in adapted),
         "routed": routed_rows * shape.hidden_size,
         "expert_gate": routed_rows * (kind.expert_width or shape.intermediate_size),
         "score": shape.num_heads * step.length * computes_scores,
     }
-    groups: list[LinearShape] = []
+    compiled_bytes = _moved_bytes(widths, COMPILED_BYTES[computes])
+    plain_moves, groups = PLAIN_BYTES[computes], list[LinearShape]()
     if not step.casts_inputs and groups_adapters(config, precision, step.layout):
         groups = _first_of_groups(adapted)
-    compiled_bytes = _moved_bytes(widths, COMPILED_BYTES[computes])
-    plain_bytes = _moved_bytes(
-        widths | ({"adapter_input": 0.0, "adapter_output": 0.0} if groups else {}),
-        PLAIN_BYTES[computes],
-    )
-    if groups:
+        plain_moves = plain_moves | GROUPED_BYTES[computes]
         group_input = sum(linear.inputs for linear in groups)
-        grouped_widths = {
-            "group_input": group_input,
-            "group_output": widths["adapter_output"],
-            "shared_input": widths["adapter_input"] - group_input,
-        }
-        grouped_bytes = _moved_bytes(grouped_widths, GROUPED_BYTES[computes])
-        plain_bytes = (plain_bytes[0] + grouped_bytes[0], plain_bytes[1] + grouped_bytes[1])
-    backward_extra = NORM_GRADIENT_BYTES * is_full * (widths["norm"] + widths["head_norm"])
-    casts_inputs = bool(step.casts_inputs or lora.use_dora or lora.dropout)
-    cast_bytes = 0.0
-    if casts_inputs and computes == "half":
-        cast_bytes = ADAPTER_CAST_BYTES * widths["adapter_input"]
-    clone_bytes = CLONE_BYTES * widths["adapter_output"] * (config.tuning.mode == "qlora")
+        widths |= {"adapter_input": group_input, "shared_input": adapter_input - group_input}
+    plain_bytes = _moved_bytes(widths, plain_moves)
+    norm_bytes = NORM_GRADIENT_BYTES * is_full * (widths["norm"] + widths["head_norm"])
+    casts = bool(step.casts_inputs or lora.use_dora or lora.dropout) and computes == "half"
+    cast_bytes = ADAPTER_CAST_BYTES * casts * adapter_input
+    clone_bytes = CLONE_BYTES * widths["adapter_output"] * is_nf4
     fixed_bytes = _weight_cast_bytes(config, kind, computes)
     forward, backward = _operators(
-        config, shape, kind, computes, len(adapted), len(groups), casts_inputs
+        config, shape, kind, computes, len(adapted), len(groups), casts=casts
     )
-    products = _products(kind, len(adapted), is_full=is_full)
-    quantised = len(kind.packable_sizes) * (config.tuning.mode == "qlora")
-    # the groups between products, which are one kernel each
-    starts = (
-        (products[0], products[0], quantised),
-        (products[1], len(kind.linears) + 2.3 * len(adapted), quantised),
-    )
+    products, backward_products = _products(kind, len(adapted), is_full=is_full)
+    quantised = len(kind.packable_sizes) * is_nf4
     return CountedWork(
         PassWork(
             DirectionWork(
@@ -271,11 +240,16 @@ def _estimate_kind(
                 fixed_bytes * (not groups),
                 forward,
             ),
-            DirectionWork(plain_bytes[1] + cast_bytes + backward_extra, fixed_bytes, backward),
+            DirectionWork(plain_bytes[1] + cast_bytes + norm_bytes, fixed_bytes, backward),
         ),
+        # each group of operators between products is one kernel
         PassWork(
-            DirectionWork(compiled_bytes[0] + clone_bytes, fixed_bytes, sum(starts[0])),
-            DirectionWork(compiled_bytes[1], fixed_bytes, sum(starts[1])),
+            DirectionWork(compiled_bytes[0] + clone_bytes, fixed_bytes, 2 * products + quantised),
+            DirectionWork(
+                compiled_bytes[1],
+                fixed_bytes,
+                backward_products + len(kind.linears) + 2.3 * len(adapted) + quantised,
+            ),
         ),
     )
 
@@ -333,7 +307,8 @@ def _operators(
     computes: Precisions,
     adapters: int,
     groups: int,
-    casts_inputs: bool,
+    *,
+    casts: bool,
 ) -> _Moves:
     is_full, is_nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
     has_attention = kind.attention != "none"
@@ -353,9 +328,8 @@ def _operators(
         forward += operators[0] * count
         backward += operators[1] * count
     # beside 4 bits PEFT also copies an output
-    casts = adapters * ((casts_inputs and computes == "half") + is_nf4 * (0.5 if groups else 1.0))
-    forward += ADAPTER_CAST_OPERATORS[0] * casts
-    backward += ADAPTER_CAST_OPERATORS[1] * adapters * (casts_inputs and computes == "half")
+    forward += ADAPTER_CAST_OPERATORS[0] * adapters * (casts + is_nf4 * (0.5 if groups else 1.0))
+    backward += ADAPTER_CAST_OPERATORS[1] * adapters * casts
     quantised = len(kind.packable_sizes) * is_nf4
     forward += NF4_OPERATORS[0] * quantised
     backward += NF4_OPERATORS[1] * quantised + 2 * norms * is_full
@@ -377,24 +351,23 @@ def apply_liger(
 ) -> PassWork:
     """The work of a plain block with Liger's kernels in place of the operators that they
     replace."""
-    itemsize, plain_bytes = (2, PLAIN_BYTES["half"]) if half else (4, PLAIN_BYTES["single"])
-    saved = PassWork()
+    itemsize, plain_moves = (2, PLAIN_BYTES["half"]) if half else (4, PLAIN_BYTES["single"])
+    replaced = {
+        "norm": True,
+        # norms of heads are replaced only where the package's function for the class does so
+        "head_norm": operations.replaces_head_norms,
+        "rotation": operations.replaces_rotation,
+        "gate": operations.replaces_gate,
+    }
     for kind in shape.layers:
-        widths, norms = unit_widths(shape, kind), shape.norms_per_layer
-        replaced = {
-            "norm": True,
-            # norms of heads are replaced only where the package's function for the class does so
-            "head_norm": operations.replaces_head_norms,
-            "rotation": operations.replaces_rotation,
-            "gate": operations.replaces_gate,
-        }
-        norms += 2 * (widths["head_norm"] > 0 and operations.replaces_head_norms)
+        widths = unit_widths(shape, kind)
+        norms = shape.norms_per_layer + 2 * (widths["head_norm"] > 0 and replaced["head_norm"])
         has_rotation = widths["rotation"] > 0 and operations.replaces_rotation
         forward, backward = (
             DirectionWork(
                 sum(
                     widths[unit]
-                    * (plain_bytes[unit][direction] - itemsize * LIGER_MOVES[unit][direction])
+                    * (plain_moves[unit][direction] - itemsize * LIGER_MOVES[unit][direction])
                     for unit, applies in replaced.items()
                     if applies
                 ),
@@ -404,8 +377,8 @@ def apply_liger(
             )
             for direction in (0, 1)
         )
-        saved += PassWork(forward, backward).scaled(kind.count / shape.num_layers)
-    return work + saved.scaled(-1.0)
+        work = work.plus(PassWork(forward, backward), times=-kind.count / shape.num_layers)
+    return work
 
 
 # --- seconds --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import ElementBytes, is_target
 from sft_play.planner.pass_work import (
     STEP_TENSOR_OPERATORS,
+    DirectionWork,
     PassTimes,
     PassWork,
     find_pass_work,
@@ -468,15 +469,8 @@ def micro_step_overhead_tokens(
     return round(overhead_s / max(1e-12, whole_s - overhead_s) * full_rows.padded_tokens)
 
 
-@dataclass(frozen=True)
-class _CardSeconds:
-    """What the card takes for a part of a pass, whatever the tokens and for each of them."""
-
-    fixed_s: float
-    token_s: float
-
-    def seconds(self, tokens: float) -> float:
-        return self.fixed_s + self.token_s * tokens
+# Seconds that the card takes for a part of a pass: whatever the tokens, and for each of them.
+_CardSeconds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -586,7 +580,8 @@ class _Roofline:
         starting kernels takes beyond all of them."""
         tokens, parts = micro_steps.padded_tokens, self._card_parts(micro_steps)
         seconds = {
-            name: self.rates.card_factor * sum(one.seconds(tokens) for one in directions)
+            name: self.rates.card_factor
+            * sum(fixed_s + token_s * tokens for fixed_s, token_s in directions)
             for name, directions in parts.items()
         }
         pass_s = self.pass_times(micro_steps).seconds(tokens)
@@ -605,10 +600,10 @@ class _Roofline:
         return PassTimes(
             rates.operator_s * host_forward,
             rates.operator_s * host_backward,
-            sum(part.fixed_s for part in forward),
-            sum(part.fixed_s for part in backward),
-            sum(part.token_s for part in forward),
-            sum(part.token_s for part in backward),
+            sum(fixed_s for fixed_s, _ in forward),
+            sum(fixed_s for fixed_s, _ in backward),
+            sum(token_s for _, token_s in forward),
+            sum(token_s for _, token_s in backward),
         ).corrected(host_factor=rates.host_factor, card_factor=rates.card_factor)
 
     @cached_property
@@ -631,40 +626,41 @@ class _Roofline:
         shape, rates, tensor_parallel = self.shape, self.rates, self.step.layout.tensor_parallel
         again, mode = self.recomputed_share, self.config.tuning.mode
         matrix_rate = rates.matrix_flops_per_s * rates.matrix_share * tensor_parallel
-        matrix_s = [0.0, 0.0]
-        for name, flops in self._token_flops(micro_steps.row_length, again).items():
-            share = rates.attention_share if name == "attention" else 1.0
-            matrix_s = [
-                seconds + part / matrix_rate / share
-                for seconds, part in zip(matrix_s, flops, strict=True)
-            ]
+        shares = {"attention": rates.attention_share}
+        flops_by_name = self._token_flops(micro_steps.row_length, again)
+        forward_s, backward_s = (
+            sum(
+                flops[direction] / matrix_rate / shares.get(name, 1.0)
+                for name, flops in flops_by_name.items()
+            )
+            for direction in (0, 1)
+        )
         # each pass reads the weights once, whatever the number of tokens
         weight_bytes = 2 * active_params(shape) / tensor_parallel
         # half a byte read and two written per weight
         packed_bytes = 2.5 * active_params(shape) * (mode == "qlora")
         work, layers = self.work, shape.num_layers / tensor_parallel
-        names = ("matrix", "memory", "dequantise", "kernels")
-        parts: dict[str, list[_CardSeconds]] = {name: [] for name in names}
-        backward = work.backward + work.forward.scaled(again)
-        for flops_s, direction, passes, head_accesses in (
-            (matrix_s[0], work.forward, 1.0, HEAD_LOGIT_BYTES[0]),
-            (matrix_s[1], backward, 1.0 + again, HEAD_LOGIT_BYTES[1]),
-        ):
-            parts["matrix"].append(_CardSeconds(0.0, flops_s))
-            token_bytes = layers * direction.token_bytes + head_accesses * shape.vocab_size
-            parts["memory"].append(
-                _CardSeconds(
-                    self._memory_seconds(passes * weight_bytes + layers * direction.fixed_bytes),
-                    self._memory_seconds(token_bytes),
-                )
-            )
-            parts["dequantise"].append(
-                _CardSeconds(self._memory_seconds(passes * packed_bytes), 0.0)
-            )
-            parts["kernels"].append(
-                _CardSeconds(KERNEL_S * shape.num_layers * direction.operators, 0.0)
-            )
-        return {name: (forward, backward) for name, (forward, backward) in parts.items()}
+
+        def direction_parts(
+            flops_s: float, work: DirectionWork, passes: float, logit_bytes: int
+        ) -> dict[str, _CardSeconds]:
+            fixed_bytes = passes * weight_bytes + layers * work.fixed_bytes
+            token_bytes = layers * work.token_bytes + logit_bytes * shape.vocab_size
+            return {
+                "matrix": (0.0, flops_s),
+                "memory": (self._memory_seconds(fixed_bytes), self._memory_seconds(token_bytes)),
+                "dequantise": (self._memory_seconds(passes * packed_bytes), 0.0),
+                "kernels": (KERNEL_S * shape.num_layers * work.operators, 0.0),
+            }
+
+        forward = direction_parts(forward_s, work.forward, 1.0, HEAD_LOGIT_BYTES[0])
+        backward = direction_parts(
+            backward_s,
+            work.backward.plus(work.forward, times=again),
+            1.0 + again,
+            HEAD_LOGIT_BYTES[1],
+        )
+        return {name: (forward[name], backward[name]) for name in forward}
 
     def _slow_code_seconds(self, padded_tokens: float) -> dict[str, float]:
         """Seconds of a micro step that faster code would save; a CPU runs linear attention in one

@@ -8,24 +8,25 @@ no GPU.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from sft_play.machine.host_speed import save_host_speed
 from sft_play.planner.pass_work import FORWARD_OPERATOR_WEIGHT
 from sft_play.process.signals import watch_parent
 from sft_play.trace.pass_work import KernelLog
-from sft_play.training.measure.host_speed import SHORT_TOKENS, keep_host_speed, shortest_seconds
+from sft_play.training.measure.host_speed import SHORT_TOKENS, shortest_seconds
 from sft_play.training.model.adapters import cast_outside_autocast
 
 LAYERS, PASSES = 2, 15
 
 
-def build_probe(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """A forward pass of the small model, which returns its loss, and the backward pass of it."""
+def build_probe(device: torch.device) -> Callable[[], Any]:
+    """A forward pass of the small model, which returns its loss."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
     base = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, use_cache=False))
@@ -39,28 +40,22 @@ def build_probe(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any]
         with torch.autocast(device.type, torch.bfloat16):
             return model(input_ids=tokens, labels=tokens).loss
 
-    return forward, lambda loss: loss.backward()
+    return forward
 
 
 def measure_operator_s(device: torch.device) -> float:
     """Seconds of the host for an operator of a backward pass."""
-    forward, backward = build_probe(device)
-    backward(forward())  # what is built at the first call
+    forward = build_probe(device)
+    forward().backward()  # what is built at the first call
     with KernelLog() as log:
         loss = forward()
-        forward_count = log.count
-        backward(loss)
-    pass_s = shortest_seconds(lambda: backward(forward()), device, count=PASSES)
-    return float(pass_s / (FORWARD_OPERATOR_WEIGHT * forward_count + log.count - forward_count))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure, and keep it."""
-    watch_parent()
-    name, measured_by = arguments
-    keep_host_speed(name, measure_operator_s(torch.device("cuda")), measured_by=measured_by)
-    return 0
+        forward_count = len(log.kernels)
+        loss.backward()
+    pass_s = shortest_seconds(lambda: forward().backward(), device, count=PASSES)
+    backward_count = len(log.kernels) - forward_count
+    return float(pass_s / (FORWARD_OPERATOR_WEIGHT * forward_count + backward_count))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    watch_parent()
+    save_host_speed(sys.argv[1], measure_operator_s(torch.device("cuda")), measured_by=sys.argv[2])

@@ -10,6 +10,7 @@ came from elsewhere once, and writes what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +58,6 @@ class KernelLog(TorchDispatchMode):
         # none is freed, so that no two have one address; a tensor that is held would be copied
         # where autograd takes it over
         self._storages: list[Any] = []
-
-    @property
-    def count(self) -> int:
-        """How many there were."""
-        return len(self.kernels)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -162,7 +158,7 @@ def _count_block(
     with log:
         with autocast:
             out = next(iter(_tensors(block(*args, **kwargs))), hidden)
-        forward_count = log.count
+        forward_count = len(log.kernels)
         out.backward(torch.empty_like(out))
     results = [out, hidden.grad, *(one.grad for one in parameters)]
     lasting = {one.untyped_storage()._cdata for one in results if one is not None}
@@ -173,13 +169,9 @@ def _count_block(
         for storage, _ in kernel.reads:
             readers.setdefault(storage, set()).add(index)
     forward, backward = log.kernels[:forward_count], log.kernels[forward_count:]
-    plain = [
-        figure
-        for kernels in (forward, backward)
-        for figure in (sum(kernel.moved_bytes for kernel in kernels), len(kernels))
-    ]
     return (
-        *plain,
+        *(sum(kernel.moved_bytes for kernel in forward), len(forward)),
+        *(sum(kernel.moved_bytes for kernel in backward), len(backward)),
         *_fused(forward, 0, readers, lasting),
         *_fused(backward, forward_count, readers, lasting),
     )
@@ -189,19 +181,17 @@ def _fused(
     kernels: Sequence[_Kernel], offset: int, readers: dict[int, set[int]], lasting: set[int]
 ) -> tuple[int, int]:
     """Bytes and starts of kernels of which those between two products are one."""
-    moved, starts, group = 0, 0, list[int]()
-    for index, kernel in enumerate([*kernels, _Kernel(True, True, (), ())]):
-        if not kernel.is_product:
-            group.append(index)
-            continue
-        if group:
+    moved = starts = 0
+    for is_product, group in itertools.groupby(
+        enumerate(kernels, start=offset), lambda numbered: numbered[1].is_product
+    ):
+        indices, members = zip(*group, strict=True)
+        if is_product:
+            starts += len(members)
+            moved += sum(kernel.moved_bytes for kernel in members)
+        else:
             starts += 1
-            moved += _group_bytes(
-                [kernels[one] for one in group], {offset + one for one in group}, readers, lasting
-            )
-            group = []
-        starts += index < len(kernels)
-        moved += kernel.moved_bytes
+            moved += _group_bytes(members, set(indices), readers, lasting)
     return moved, starts
 
 

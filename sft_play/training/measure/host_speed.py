@@ -1,15 +1,13 @@
-"""How long the host takes for a pass: the shortest pass of hardly any tokens, at a run's start, and
-of a small model where no run is at hand."""
+"""How long the host takes for a pass: the shortest pass of hardly any tokens, at a run's start."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from sft_play.machine.host_speed import HostSpeed, save_host_speed
+from sft_play.machine.host_speed import save_host_speed
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed import OPERATOR_S
 from sft_play.training import distributed
@@ -33,15 +31,6 @@ def shortest_seconds(compute: Callable[[], Any], device: torch.device, *, count:
     return min(seconds)
 
 
-def short_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The first tokens of a row as a row of one chat, all of them trained."""
-    tokens = row["input_ids"][:SHORT_TOKENS]
-    shortened = {"input_ids": tokens, "labels": tokens}
-    if CHAT_LENGTHS in row:
-        shortened[CHAT_LENGTHS] = [len(tokens)]
-    return shortened
-
-
 def measure_pass_floor(trainer: Any) -> float | None:
     """Seconds of a pass of SHORT_TOKENS tokens of the run's own model, which are the host's; None
     on a CPU, which has no time of its own, where other ranks compute in the same pass, and where
@@ -53,11 +42,14 @@ def measure_pass_floor(trainer: Any) -> float | None:
 
 
 def time_short_pass(trainer: Any) -> float:
-    """Seconds of a trainer's pass of SHORT_TOKENS tokens."""
-    device = trainer.args.device
+    """Seconds of a trainer's pass of SHORT_TOKENS tokens, a chat that is trained throughout."""
+    device, row = trainer.args.device, trainer.train_dataset.__getitems__([0])[0]
+    tokens = row["input_ids"][:SHORT_TOKENS]
+    short_row = {"input_ids": tokens, "labels": tokens}
+    if CHAT_LENGTHS in row:
+        short_row[CHAT_LENGTHS] = [len(tokens)]
     # packs of one shape would be padded to it
-    collate = replace(trainer.data_collator, min_tokens=0)
-    batch = collate([short_row(trainer.train_dataset.__getitems__([0])[0])])
+    batch = replace(trainer.data_collator, min_tokens=0)([short_row])
     scored = torch.tensor(batch["labels"].numel(), device=device)
     return shortest_seconds(
         lambda: trainer.compute_micro_step(trainer.model_wrapped, dict(batch), scored),
@@ -69,15 +61,7 @@ def time_short_pass(trainer: Any) -> float:
 def record_host_speed(plan: Plan, floor_s: float) -> None:
     """Keep the host's seconds for an operator, by the operators that the plan counts in a pass."""
     times = plan.choice.uncorrected.pass_times
-    if times is None or times.host_s <= 0:
-        return
-    # the raw prediction is for a host that takes OPERATOR_S
-    keep_host_speed(
-        plan.hardware.gpus[0].name, floor_s * OPERATOR_S / times.host_s, measured_by="a run"
-    )
-
-
-def keep_host_speed(device: str, operator_s: float, *, measured_by: str) -> None:
-    """Keep a measurement of today for later plans."""
-    today = datetime.now(UTC).date().isoformat()
-    save_host_speed(HostSpeed(device, operator_s, measured_by, today))
+    if times is not None and times.host_s > 0:
+        # the raw prediction is for a host that takes OPERATOR_S
+        operator_s = floor_s * OPERATOR_S / times.host_s
+        save_host_speed(plan.hardware.gpus[0].name, operator_s, measured_by="a run")

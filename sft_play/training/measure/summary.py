@@ -103,13 +103,13 @@ def build_summary(
 def pass_times(
     plan: Plan, passes: Sequence[tuple[int, float]], *, floor_s: float | None
 ) -> dict[str, float] | None:
-    """Seconds of a pass at no tokens and of each token, fitted to the passes of a run; None where
-    several ranks wait for each other in them, or there are too few. 0: the passes do not tell."""
+    """Seconds of a pass at no tokens, which were measured (`floor_s`), and of each token, fitted to
+    the passes of a run (0: they do not tell); None where they were not, or there are too few."""
     predicted = plan.choice.uncorrected.pass_times
-    if plan.choice.layout.ranks > 1 or predicted is None or len(passes) < MIN_FITTED_PASSES:
+    if floor_s is None or predicted is None or len(passes) < MIN_FITTED_PASSES:
         return None
-    pass_s, token_s = calibration.fit_pass_times(passes, predicted, host_s=floor_s)
-    return {"pass_s": pass_s, "token_s": token_s, "passes": len(passes)}
+    token_s = calibration.fit_token_seconds(passes, predicted, host_s=floor_s)
+    return {"pass_s": floor_s, "token_s": token_s, "passes": len(passes)}
 
 
 def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -> list[str]:
