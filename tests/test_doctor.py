@@ -23,8 +23,8 @@ import pytest
 
 from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose import doctor, machine_checks
-from sft_play.diagnose.machine_checks import KNOWN_BAD_PAIRS, DiskSpace, SystemFacts, find_known_bad, matches_conditions
+from sft_play.diagnose import doctor
+from sft_play.diagnose.doctor import KNOWN_BAD_PAIRS, DiskSpace, SystemFacts, find_known_bad, matches_conditions
 from sft_play.errors import ConfigError
 from sft_play.launch import nodes
 from sft_play.launch.request import LaunchOptions
@@ -75,13 +75,13 @@ def test_the_report_lists_what_fails_and_how_to_mend_it():
 
 def test_packages_outside_the_projects_range_or_missing_fail():
     wanted = ("torch>=2.11", "trl>=1.16,<2", "jax>=1; extra == 'flax'", "pywin32; sys_platform == 'win32'")
-    assert machine_checks.check_packages({"torch": "2.13.0+cu130", "trl": "1.16.0"}, wanted).verdict == "PASS"
-    found = machine_checks.check_packages({"torch": "2.7.1+cu128"}, wanted)
+    assert doctor.check_packages({"torch": "2.13.0+cu130", "trl": "1.16.0"}, wanted).verdict == "PASS"
+    found = doctor.check_packages({"torch": "2.7.1+cu128"}, wanted)
     assert (found.verdict, found.found) == ("FAIL", "torch is 2.7.1+cu128, needed >=2.11; trl<2,>=1.16 is missing")
 
 
 def test_what_this_machine_has_is_read(monkeypatch):
-    around = machine_checks.read_system_facts(CPU)
+    around = doctor.read_system_facts(CPU)
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements)
     version = Path(str(importlib.util.find_spec("torch").origin)).parent / "version.py"  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def test_what_this_machine_has_is_read(monkeypatch):
                              nvmlSystemGetCudaDriverVersion_v2=lambda: 13010)  # fmt: skip
     for pynvml, told in ((driver, ("580.82.07", (13, 1))), (None, (None, None))):
         monkeypatch.setitem(sys.modules, "pynvml", pynvml)
-        around = machine_checks.read_system_facts(machine(gpu(0)))
+        around = doctor.read_system_facts(machine(gpu(0)))
         assert (around.driver, around.driver_cuda) == told
 
 
@@ -180,7 +180,7 @@ def test_shared_memory_has_room_for_nccl():
     sizes = ((64 * MIB, 1, "PASS"), (512 * MIB, 2, "WARN"), (8 * GIB, 8, "PASS"), (None, 2, "SKIP"))
     for free, gpus, verdict in ((64 * MIB, 2, "FAIL"), *sizes):
         space = None if free is None else DiskSpace(free, free)
-        found = machine_checks.check_shared_memory(space, gpus_per_node=gpus)
+        found = doctor.check_shared_memory(space, gpus_per_node=gpus)
         assert (found.verdict, "--shm-size" in str(found.remedy)) == (verdict, verdict in ("FAIL", "WARN"))
 
 
@@ -221,9 +221,9 @@ def planned(world: Path, hardware: Hardware, *overrides: str, only: Any = "singl
     return doctor.PlannedRun(config, shape, make_advised_plan(request, estimate_run_length=lambda _: work))
 
 
-def written(world: Path, *overrides: str, hardware: Hardware = CPU, **options: Any) -> machine_checks.DiskUsage:
+def written(world: Path, *overrides: str, hardware: Hardware = CPU, **options: Any) -> doctor.DiskUsage:
     found = planned(world, hardware, *overrides, **options)
-    return machine_checks.planned_disk_usage(found.config, found.shape, found.plan)
+    return doctor.planned_disk_usage(found.config, found.shape, found.plan)
 
 
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
@@ -253,8 +253,8 @@ def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
 ])  # fmt: skip
 def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers(kept, free, changes, verdict):
     settings = {"disk_folder": Path("/data"), "space": DiskSpace(free, free), "is_writable": True, **changes}
-    usage = machine_checks.DiskUsage(10 * GIB, 2 * GIB, kept)
-    found = machine_checks.check_disk(usage, folder=Path("/data/outputs"), **settings)
+    usage = doctor.DiskUsage(10 * GIB, 2 * GIB, kept)
+    found = doctor.check_disk(usage, folder=Path("/data/outputs"), **settings)
     assert found.verdict == verdict
     if free == 31 * GIB:
         assert "32.0 GiB; 31.0 GiB are free at /data" in found.found
@@ -264,7 +264,7 @@ def test_weights_that_must_be_fetched_need_room(tiny_llama):
     shape = load_model_shape(str(tiny_llama))
     folder = {"disk_folder": Path("/cache"), "space": DiskSpace(shape.params, shape.params)}
     for is_cached, verdict in ((False, "FAIL"), (True, "SKIP")):
-        assert machine_checks.check_download(shape, is_cached=is_cached, **folder).verdict == verdict
+        assert doctor.check_download(shape, is_cached=is_cached, **folder).verdict == verdict
 
 
 def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.doctor import check_run_starts
-from sft_play.diagnose.machine_checks import SystemFacts, find_known_bad
+from sft_play.diagnose.doctor import SystemFacts, check_run_starts, find_known_bad
 from sft_play.errors import HardwareError
 from sft_play.launch import refusals
 from sft_play.launch import run_hardware as launched

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sft_play.cli import main
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError
-from sft_play.finished import load, metrics, ship, ship_measurement
+from sft_play.finished import evaluation, load, metrics, ship
+from sft_play.finished.evaluation import chat_rows, distinct_rows, general_sample, text_rows
 from sft_play.finished.export.checks import MergeTest, mean_divergence
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.run import find_finished_run
-from sft_play.finished.ship_measurement import chat_rows, distinct_rows, general_sample, text_rows
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat, write_rows, write_run
 
@@ -228,7 +228,7 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     sample = general_sample()
     texts, conversations = sample.texts, sample.chats
     everything = [*texts, *(message["content"] for messages in conversations for message in messages)]
-    assert ship_measurement.GENERAL_SAMPLE_VERSION == "general-1"
+    assert evaluation.GENERAL_SAMPLE_VERSION == "general-1"
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
@@ -250,7 +250,7 @@ SAMPLE = dataclasses.replace(general_sample(), texts=general_sample().texts[::4]
 
 @pytest.fixture(autouse=True)
 def _part_of_the_sample(monkeypatch) -> None:
-    monkeypatch.setattr(ship_measurement, "general_sample", lambda: SAMPLE)
+    monkeypatch.setattr(evaluation, "general_sample", lambda: SAMPLE)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import config_from_text
 from sft_play.diagnose import machine_pages
-from sft_play.diagnose.machine_checks import read_system_facts
+from sft_play.diagnose.doctor import read_system_facts
 from sft_play.errors import DoesNotFit
 from sft_play.machine import host, visible_gpus
 from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware

@@ -13,7 +13,7 @@ from benchmarks.gpu_selftest.record import Part, judged_part
 from benchmarks.gpu_selftest.trials import TrialBench, judge_run_folder, run_module
 from sft_play.config.load import load_config
 from sft_play.diagnose import doctor
-from sft_play.diagnose.machine_checks import read_system_facts
+from sft_play.diagnose.doctor import read_system_facts
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine import visible_gpus
 from sft_play.machine.hardware import Hardware

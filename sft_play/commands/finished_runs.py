@@ -92,7 +92,7 @@ def _ship(request: Request) -> CommandResult:
 
         return command_result(replay_verdict(request.replay))
     finished = find_request_run(request)
-    from sft_play.finished.ship_measurement import SHIP_ROWS, judge_run
+    from sft_play.finished.evaluation import SHIP_ROWS, judge_run
 
     return command_result(
         judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance)

@@ -20,7 +20,7 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
-from sft_play.diagnose import machine_checks
+from sft_play.diagnose import doctor
 from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.launch.planning import plan_run
@@ -265,7 +265,7 @@ class _RunChecks:
         folder = find_model_folder(name)
         if folder is None:
             require_available_model(name, revision=self._config.model.revision)
-            if not machine_checks.has_local_weights(self._config) and not is_hub_reachable():
+            if not doctor.has_local_weights(self._config) and not is_hub_reachable():
                 problem = (
                     f"the weights of {name} are not in the local cache,"
                     " and the hub cannot be reached"
@@ -511,6 +511,4 @@ class _RunChecks:
         elif run is None:
             yield skip_finding("disk", "not without a memory plan; see there")
         else:
-            yield from machine_checks.disk_findings(
-                run.config, run.shape, run.plan, LaunchOptions()
-            )
+            yield from doctor.disk_findings(run.config, run.shape, run.plan, LaunchOptions())
