@@ -34,7 +34,7 @@ from benchmarks.steps.material import chat, write_rows
 from benchmarks.verify.weights import read_tensors
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
-from sft_play.finished.load import load_trained_model
+from sft_play.finished.respond import load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.models.families import require_causal_lm_config
 from sft_play.models.shape import ModelShape

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from sft_play.training.model.adapters import cast_outside_autocast
+from sft_play.training.model.model_loading import cast_outside_autocast
 
 pytestmark = pytest.mark.build
 KINDS: dict[str, dict] = {"lora": {}, "dropout": {"lora_dropout": 0.3}, "dora": {"use_dora": True}, "qlora": {}}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sft_play.config.schema import LoraConfig
-from sft_play.training.model.adapters import freeze_pissa_half, initialize_adapters, low_rank_factors
+from sft_play.training.model.model_loading import freeze_pissa_half, initialize_adapters, low_rank_factors
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from tests.models import make_llama
 from tests.test_distributed import succeed, world  # noqa: F401
@@ -162,7 +162,7 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(trained, command, tiny_
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from sft_play.finished.load import load_trained_model
+    from sft_play.finished.respond import load_trained_model
     from sft_play.finished.run import find_finished_run
 
     given = ("tuning.lora.r=4", "train.bf16=false", "model.dtype=float32")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sft_play.config.load import config_from_text
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.load import load_base_model, load_model_folder, load_trained_model
+from sft_play.finished.respond import load_base_model, load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.planner.precision import Precision
 from tests.bundled import model_config

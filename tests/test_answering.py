@@ -35,7 +35,7 @@ def question(text: str) -> list[dict]:
 
 
 def test_a_prompt_is_what_training_put_before_the_answer(run, responder):
-    from sft_play.finished.load import load_held_out_rows
+    from sft_play.finished.respond import load_held_out_rows
 
     split = load_held_out_rows(run).split
     for chat, row in zip(split.chats, split.rows, strict=True):

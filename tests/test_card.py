@@ -17,7 +17,7 @@ import yaml
 from sft_play.errors import ConfigError
 from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import plan_upload
-from sft_play.finished.load import build_run_renderer, load_model_folder, load_trained_model
+from sft_play.finished.respond import build_run_renderer, load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.training.checkpoints import card
 from sft_play.training.prepare.model_spec import build_model_spec

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sft_play.process.environment import compile_cache_variables
 from sft_play.training.class_checks import replaced_code
-from sft_play.training.model import adapters, attention_functions
+from sft_play.training.model import attention_functions, model_loading
 from sft_play.training.prepare import model_spec
 from tests.conftest import write_run
 from tests.test_adapter_inputs import adapted, held_bytes
@@ -53,7 +53,7 @@ def model_of(folder: Path, kind: str, *, checkpointing: bool) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     else:
         model = adapted(folder, kind)
-        adapters.cast_outside_autocast(model)
+        model_loading.cast_outside_autocast(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

@@ -20,10 +20,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from sft_play.errors import ConfigError, DataError
-from sft_play.finished import evaluation, load, respond
+from sft_play.finished import evaluation, respond
 from sft_play.finished.evaluation import RowScore, evaluate_run, score_rows, score_rows_of_run
-from sft_play.finished.load import load_held_out_rows, load_trained_model
 from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
+from sft_play.finished.respond import load_held_out_rows, load_trained_model
 from sft_play.finished.run import FinishedRun, find_finished_run, require_split
 from tests.conftest import chat, write_rows, write_run
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -269,7 +269,7 @@ def test_one_whole_model_is_in_memory_at_a_time(tmp_path, tiny_llama, monkeypatc
     models: list[weakref.ref[Any]] = []
 
     def counted(name: str) -> Any:
-        real = getattr(load, name)
+        real = getattr(respond, name)
 
         def loaded(*arguments: Any, **options: Any) -> Any:
             assert [model() for model in models] == [None] * len(models)
@@ -280,8 +280,8 @@ def test_one_whole_model_is_in_memory_at_a_time(tmp_path, tiny_llama, monkeypatc
         return loaded
 
     for name in ("load_model", "load_model_folder"):
-        monkeypatch.setattr(load, name, counted(name))
-    seen = load.measure_both_models(run, lambda whose, model: (whose, next(model.parameters()).shape))
+        monkeypatch.setattr(respond, name, counted(name))
+    seen = respond.measure_both_models(run, lambda whose, model: (whose, next(model.parameters()).shape))
     assert [whose for whose, _ in seen] == ["base", "trained model"]
     assert len(models) == (1 if mode == "lora" else 2)
 

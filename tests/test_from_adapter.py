@@ -19,7 +19,7 @@ from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import ConfigError
-from sft_play.finished.load import load_trained_model
+from sft_play.finished.respond import load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests import warm

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from benchmarks.registry import CannotBuild, model_types, small_base, wide_config
-from sft_play.finished.load import load_model_folder
+from sft_play.finished.respond import load_model_folder
 from sft_play.models.families import MODEL_FAMILIES
 from sft_play.trace.confirm import load_planned_shape
 from sft_play.training.checkpoints.full_state_dict import load_adapter

@@ -20,7 +20,7 @@ from sft_play.finished.export import merge, push
 from sft_play.finished.export.checks import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.merge import ensure_whole_model_folder, merge_run, record_merge_test
-from sft_play.finished.load import load_model_folder, load_trained_model
+from sft_play.finished.respond import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run, find_merged_model, read_merge_record
 from tests.finished_runs import SMALL, finished_run, make_base
 

@@ -393,8 +393,7 @@ def origin(config: RunConfig) -> Facts:
     """The adapter that training begins with."""
     from peft import get_peft_model
 
-    from sft_play.training.model.adapters import read_base_adapter
-    from sft_play.training.model.model_loading import read_model
+    from sft_play.training.model.model_loading import read_base_adapter, read_model
     from sft_play.training.prepare.model_spec import build_model_spec
 
     spec = build_model_spec(config, FP32, tokenizer_size=100)

@@ -173,7 +173,7 @@ def test_the_host_of_this_machine_takes_microseconds_for_an_operator():
 @pytest.mark.build
 def test_a_run_measures_its_host_before_the_first_step_and_trains_as_if_it_had_not(tmp_path, tiny_llama, monkeypatch):
     from sft_play.training.loop import out_of_memory
-    from sft_play.training.measure.host_speed import time_short_pass
+    from sft_play.training.measure.monitor import time_short_pass
     from tests.ranks_micro_batches import trainer_of
 
     floors, losses = [], []
@@ -194,7 +194,7 @@ def test_a_run_measures_its_host_before_the_first_step_and_trains_as_if_it_had_n
 
 
 def test_the_hosts_figure_is_the_floor_by_the_plans_operators(cache):
-    from sft_play.training.measure.host_speed import record_host_speed
+    from sft_play.training.measure.monitor import record_host_speed
 
     plan = short_rows_plan()
     record_host_speed(plan, 3 * plan.choice.uncorrected.pass_times.host_s)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.launch import ranks, request
+from sft_play.launch import request
 from sft_play.launch import start as starting
 from sft_play.launch.agent import RankExit, describe_crash
 from sft_play.launch.request import LaunchOptions, RestartBudget
@@ -132,10 +132,10 @@ def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, conf
 def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
     folder = RunFolder(tmp_path / "one")
     failed(folder, None)
-    assert ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert starting._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by SIGKILL")
-    assert ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
-    assert ranks._command_exit_code(-50, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert starting._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
+    assert starting._command_exit_code(-50, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by signal 50")
 
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sft_play.cli import main
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError
-from sft_play.finished import evaluation, load, metrics, ship
+from sft_play.finished import evaluation, metrics, respond, ship
 from sft_play.finished.evaluation import chat_rows, distinct_rows, general_sample, text_rows
 from sft_play.finished.export.checks import MergeTest, mean_divergence
-from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.metrics import paired_bootstrap
+from sft_play.finished.respond import load_held_out_rows
 from sft_play.finished.run import find_finished_run
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat, write_rows, write_run
@@ -394,7 +394,7 @@ def test_both_models_of_a_run_that_trained_all_weights_are_measured(tmp_path, co
 @pytest.mark.parametrize("rows", [24, 0])
 def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path, command, monkeypatch, rows):
     loaded: list[str] = []
-    monkeypatch.setattr(load, "load_model", lambda *_, **__: loaded.append("a model"))
+    monkeypatch.setattr(respond, "load_model", lambda *_, **__: loaded.append("a model"))
     folder = random_run(tmp_path, "lora", rows=rows or 24)
     if not rows:
         settings = json.loads((folder / "resolved.json").read_text())

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.load import load_model_folder, load_trained_model
+from sft_play.finished.respond import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.models.families import dequantised_config
 from sft_play.planner.precision import Precision

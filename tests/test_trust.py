@@ -163,7 +163,7 @@ def test_nor_what_the_files_of_a_received_run_name(tmp_path, tiny_llama):
 
 @pytest.mark.build
 def test_an_adapter_beside_the_weights_of_a_received_run_is_not_looked_for(tmp_path, tiny_llama):
-    from sft_play.finished.load import load_model_folder
+    from sft_play.finished.respond import load_model_folder
 
     folder = shutil.copytree(tiny_llama, tmp_path / "model")
     (folder / "adapter_config.json").write_text(json.dumps(NAMED["an adapter"]["adapter_config.json"]))

@@ -155,7 +155,7 @@ class ModelConfig(Section):
     revision: Name | None = option(None, owner="training.prepare.model_spec")
     """Branch, tag or commit on the hub; null uses the default branch."""
 
-    adapter: Name | None = option(None, owner="training.model.adapters")
+    adapter: Name | None = option(None, owner="training.model.model_loading")
     """Adapter that training continues: a run's name in the output folder, its path, `last`, or an
     adapter's folder. Its rank, alpha, target modules and the like are taken from it. null starts a
     new one."""
@@ -227,7 +227,9 @@ class LoraConfig(Section):
     modules_to_save: tuple[Name, ...] = option((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
-    init: Literal["default", "pissa", "loftq"] = option("default", owner="training.model.adapters")
+    init: Literal["default", "pissa", "loftq"] = option(
+        "default", owner="training.model.model_loading"
+    )
     """Where adapters start. default: B is zero. pissa: at the base's principal directions
     (https://huggingface.co/papers/2404.02948), which a frozen half of the adapter takes off again,
     so that it has twice the rank in memory and files. loftq, for qlora: at what NF4 lost of the

@@ -484,7 +484,7 @@ class _RunChecks:
             yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.planner.backend import choose_backend
-        from sft_play.training.model.adapters import read_base_adapter
+        from sft_play.training.model.model_loading import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.tokenizer import added_token_rows
 

@@ -1,7 +1,7 @@
 """What is done with a finished run: it answers, is evaluated, exported, reported, listed and
 removed.
 
-`run` opens a run folder and writes beside it, `load` loads its model.
+`run` opens a run folder and writes beside it, `respond` loads its model.
 
 - Answers: `respond` (in the terminal, over files, and for the others), `serve` and `openai` (over
   HTTP).

@@ -31,16 +31,6 @@ from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.finished.export.checks import merge_test
 from sft_play.finished.export.merge import ensure_whole_model_folder
-from sft_play.finished.load import (
-    HeldOutRows,
-    build_run_renderer,
-    build_run_splits,
-    compute_dtype,
-    evenly_spaced_indices,
-    find_continued_adapter,
-    load_held_out_rows,
-    measure_both_models,
-)
 from sft_play.finished.metrics import (
     BOOTSTRAP_RESAMPLES,
     BOOTSTRAP_SEED,
@@ -51,7 +41,17 @@ from sft_play.finished.metrics import (
     finite_or_none,
     select_metrics,
 )
-from sft_play.finished.respond import Responder
+from sft_play.finished.respond import (
+    HeldOutRows,
+    Responder,
+    build_run_renderer,
+    build_run_splits,
+    compute_dtype,
+    evenly_spaced_indices,
+    find_continued_adapter,
+    load_held_out_rows,
+    measure_both_models,
+)
 from sft_play.finished.run import (
     FinishedRun,
     find_merged_model,

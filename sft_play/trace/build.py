@@ -524,7 +524,9 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
     except ValueError as error:  # no run with these adapters starts
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
-        importlib.import_module("sft_play.training.model.adapters").cast_outside_autocast(model)
+        importlib.import_module("sft_play.training.model.model_loading").cast_outside_autocast(
+            model
+        )
     # PEFT creates them in fp32 beside plain weights; TRL casts those of a quantised model to bf16,
     # DoRA's magnitudes aside, and this toolkit to fp32 where the run computes in another type
     dtype = None

@@ -19,8 +19,8 @@ from sft_play.machine.host_speed import save_host_speed
 from sft_play.planner.pass_work import FORWARD_OPERATOR_WEIGHT
 from sft_play.process.signals import watch_parent
 from sft_play.trace.pass_work import KernelLog
-from sft_play.training.measure.host_speed import SHORT_TOKENS, shortest_seconds
-from sft_play.training.model.adapters import cast_outside_autocast
+from sft_play.training.measure.monitor import SHORT_TOKENS, shortest_seconds
+from sft_play.training.model.model_loading import cast_outside_autocast
 
 LAYERS, PASSES = 2, 15
 

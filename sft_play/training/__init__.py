@@ -12,16 +12,16 @@ that they run), `heartbeat`. A folder for each part:
   chats of a row stay apart, by a mask or by boundaries; does padding need a mask), `adapter_trial`
   (which layers take an adapter), `replaced_code` (do Liger's kernels, compiled blocks and attention
   by boundaries compute the same).
-- `model/`: `model_loading` (whole, or under FSDP2 unit by unit), `nf4_experts` (in 4 bits),
-  `language_model` (of an image-text class), `adapters` (where they start, and those that a run
-  continues), `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
-- `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private
+- `model/`: `model_loading` (whole, or under FSDP2 unit by unit; adapters, where they start, and
+  those that a run continues), `nf4_experts` (in 4 bits), `language_model` (of an image-text class),
+  `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
+- `loop/`: `trainer` (TRL's), `loop` (with evaluation), `loop_checkpoints`, `upstream` (private
   names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
   `out_of_memory` (steps that run out of it),
   `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
-- `measure/`: `monitor`, `host_speed`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
+- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `summary`.
 
 Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their

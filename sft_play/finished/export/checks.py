@@ -32,7 +32,7 @@ from sft_play.finished.export.merge import (
     folder_stop_ids,
     record_merge_test,
 )
-from sft_play.finished.load import (
+from sft_play.finished.respond import (
     build_run_renderer,
     default_device,
     evenly_spaced_indices,

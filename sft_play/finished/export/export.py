@@ -44,7 +44,7 @@ from sft_play.finished.export.merge import (
     main_dtype,
     write_generation_config,
 )
-from sft_play.finished.load import load_held_out_rows
+from sft_play.finished.respond import load_held_out_rows
 from sft_play.finished.run import (
     CONVERTER_QUANTS,
     EXPORT_FILE,

@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
-from sft_play.finished.load import build_run_renderer
+from sft_play.finished.respond import build_run_renderer
 from sft_play.finished.run import (
     MERGE_FILE,
     MERGED_FOLDER,

@@ -114,7 +114,7 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
 
 def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
     """What it takes to start the largest adapter at its layer's singular directions: the weight in
-    fp32, and as NF4 has it and as it was (training/model/adapters.py)."""
+    fp32, and as NF4 has it and as it was (training/model/model_loading.py)."""
     lora = simulation.config.tuning.lora
     if simulation.is_full or lora.init == "default":
         return 0

@@ -554,7 +554,7 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
     if block.spec.is_nf4:
         return _adapted_nf4_linear(block, x, role, spec)
     # peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for
-    # each target; under autocast only where training/model/adapters.py leaves it
+    # each target; under autocast only where training/model/model_loading.py leaves it
     result = _base_linear(block, x, role, spec)
     itemsize = result.itemsize
     if (

@@ -22,7 +22,7 @@ from sft_play.runs.folder import OomEvent, record_oom_event, write_oom_note
 from sft_play.training import distributed
 from sft_play.training.job import RunJob, measured_run
 from sft_play.training.loop.rows import FILLER_INDEX
-from sft_play.training.measure.host_speed import measure_pass_floor, record_host_speed
+from sft_play.training.measure.monitor import measure_pass_floor, record_host_speed
 from sft_play.training.prepare.device_checks import (
     free_memory,
     is_out_of_memory,

@@ -50,7 +50,7 @@ from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
 from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, source_sums
 from sft_play.training.measure.profile import build_profile_window
-from sft_play.training.model import adapters, attention_functions, tensor_parallel
+from sft_play.training.model import attention_functions, model_loading, tensor_parallel
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.model.model_loading import (
     SourceWeights,
@@ -239,7 +239,7 @@ def build_trainer(
     **options: Any,
 ) -> PlannedLoop:
     """The trainer of a run; `build_plan_callbacks` gives its callbacks. `trainer_class`: its class;
-    one that is not TRL's gets a model with its adapters, and None as `peft_config`. `options`:
+    one that is not TRL's gets a model with its model_loading, and None as `peft_config`. `options`:
     others of `PlannedLoop`. Raises DataError: weights of `sources` leave one of them without a row
     in an epoch."""
     arguments = arguments or training_arguments(
@@ -285,7 +285,7 @@ def build_trainer(
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
-        adapters.cast_outside_autocast(trainer.model)
+        model_loading.cast_outside_autocast(trainer.model)
         set_backbone_prefix(trainer.model.get_base_model())
     if trainer_class is None and plan.choice.step.loss == "logits":
         use_class_logits(trainer.model if peft_config is None else trainer.model.get_base_model())
@@ -422,7 +422,7 @@ def load_trainer(
         trainer.grouped_adapters = activate_grouped_adapters(
             trainer.model, config, plan, device=arguments.device
         )
-        adapters.freeze_pissa_half(
+        model_loading.freeze_pissa_half(
             trainer.model,
             config.tuning.lora,
             is_sharded_later=plan.choice.layout.is_fsdp and source is None,
@@ -450,7 +450,7 @@ def _fill_adapter(
     if begins_from is not None:
         load_adapter_weights(trainer.model, begins_from)
     elif source is None or distributed.is_first():
-        adapters.initialize_adapters(
+        model_loading.initialize_adapters(
             trainer.model,
             config.tuning.lora,
             seed=config.train.seed,

@@ -26,7 +26,7 @@ from sft_play.text import GIB
 from sft_play.training import distributed
 from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
-from sft_play.training.model.adapters import BaseAdapter, read_base_adapter
+from sft_play.training.model.model_loading import BaseAdapter, read_base_adapter
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
