@@ -1,6 +1,6 @@
 """The fast path on a card, in about eight minutes: what it computes, its speed beside TRL's, and the plan's.
 
-    make -C benchmarks gpu-pass OUT=gpu_pass_h100.json        TINY=1: tiny widths, on a CPU too
+    make -C benchmarks gpu-pass OUT=gpu_pass_h100.json        SMALL=1: tiny widths, on a CPU too
 
 In this order, each part written as it ends: other code against plain code on small models; the plan's speed on a
 machine that was never measured; a 4B with LoRA on full rows and on mixed chats with PEFT's and the model's own code, in
@@ -138,7 +138,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sft-play-gpu-pass-")))
         os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")  # a machine that was never measured
-        for name, part in Parts(folder, is_tiny=bool(os.environ.get("TINY"))).all():
+        for name, part in Parts(folder, is_tiny=bool(os.environ.get("SMALL"))).all():
             start = time.monotonic()
             try:
                 found = part()

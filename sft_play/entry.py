@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MIN_PYTHON = (3, 11)
 # Packages, as they are imported, that only an extra of pyproject.toml installs.
 EXTRA_PACKAGES = {
+    "cuda": ("liger_kernel",),
     "documents": ("bs4", "lxml_html_clean", "markitdown", "trafilatura"),
     "eval": ("rapidfuzz", "sacrebleu"),
     "tasks": ("lm_eval",),

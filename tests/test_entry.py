@@ -161,7 +161,7 @@ def test_an_environment_without_packages_is_one_message(start):
 
 def test_a_package_of_an_extra_is_installed_with_its_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    distributions = {"bs4": "beautifulsoup4", "lm_eval": "lm-eval"}
+    distributions = {"bs4": "beautifulsoup4", "lm_eval": "lm-eval", "liger_kernel": "liger-kernel"}
     for extra, packages in entry.EXTRA_PACKAGES.items():
         named = {re.split(r"[\[<>=]", one)[0] for one in extras[extra]}
         assert {distributions.get(package, package) for package in packages} == named

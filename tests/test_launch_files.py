@@ -406,7 +406,7 @@ def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built(monkeypatch):
 
 def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, succeed, refuse, tmp_path):
     path, config = ROOT / "configs" / "deepspeed" / "zero3_offload.json", ROOT / "configs" / "run_bnb.yaml"
-    words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
+    words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora", "plan.trace=false"]
     asked = ["plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config"]
     found = json.loads(succeed(*asked, str(path), "--json", *words))
     options = LaunchOptions(deepspeed=DeepspeedRequest(path))

@@ -192,12 +192,14 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
     none, auto, liger = (plan_of(kernels, **batch) for kernels in ("none", "auto", "liger"))
     missing = plan_of("auto", without=frozenset({LIGER_PACKAGE}), **batch)
     assert "kernels" not in none.as_json()
-    assert auto.memory == missing.memory == none.memory
-    assert (missing.speed, auto.speed) == (none.speed, liger.speed)
-    assert none.speed.step_s > liger.speed.step_s > 0.8 * none.speed.step_s
+    assert auto.memory == missing.memory
+    assert missing.memory.allocated == pytest.approx(none.memory.allocated, rel=0.003)
+    assert auto.speed == liger.speed
+    # adapters in groups need no package
+    assert none.speed.step_s > missing.speed.step_s > liger.speed.step_s > 0.8 * missing.speed.step_s
     # of 4 x 1024 tokens a block holds neither x in fp32 for its two norms (4 h bytes a token each) nor the activated
     # gate (2 f): at least 4 GiB over 32 layers
-    assert none.memory.allocated - liger.memory.allocated > 4 * GIB
+    assert missing.memory.allocated - liger.memory.allocated > 4 * GIB
     assert none.memory.required > liger.memory.required
     assert any("train.kernels=liger" in reason for reason in liger.reasons)
     assert any("liger-kernel is not installed here" in reason for reason in missing.reasons)

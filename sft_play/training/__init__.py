@@ -10,11 +10,12 @@ that they run), `heartbeat`. A folder for each part:
   `lora_config`, `experts`, `device_checks`, `run_folder`, `library_messages` (silenced).
 - `class_checks/`, measured in place of lists of names: `small_model` of a class, `masking` (do
   chats of a row stay apart, by a mask or by boundaries; does padding need a mask), `adapter_trial`
-  (which layers take an adapter), `replaced_code` (do Liger's kernels, compiled blocks and attention
-  by boundaries compute the same).
+  (which layers take an adapter), `replaced_code` (do Liger's kernels, compiled blocks, attention
+  by boundaries and adapters in groups compute the same).
 - `model/`: `model_loading` (whole, or under FSDP2 unit by unit; adapters, where they start, and
-  those that a run continues), `nf4_experts` (in 4 bits), `language_model` (of an image-text class),
-  `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
+  those that a run continues), `grouped_adapters` (of layers that read one input), `nf4_experts` (in
+  4 bits), `language_model` (of an image-text class), `attention_functions`, `tensor_parallel`,
+  `fused_head` (of TRL).
 - `loop/`: `trainer` (TRL's), `loop` (with evaluation), `loop_checkpoints`, `upstream` (private
   names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
   `out_of_memory` (steps that run out of it),

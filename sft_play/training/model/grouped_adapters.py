@@ -71,9 +71,9 @@ def _measure_shared_inputs(
         for paths in paths_by_input.values():
             for path in paths:
                 groups_by_path.setdefault(path, set()).add(tuple(paths))
-    found = {group for groups in groups_by_path.values() for group in groups if len(group) > 1}
+    shared = {group for groups in groups_by_path.values() for group in groups if len(group) > 1}
     return tuple(
-        sorted(group for group in found if all(groups_by_path[path] == {group} for path in group))
+        sorted(group for group in shared if all(groups_by_path[path] == {group} for path in group))
     )
 
 
@@ -183,6 +183,7 @@ class AdapterGroup:
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         self.layers, self.dtype = layers, dtype
         self.bases = [layer.get_base_layer() for layer in layers]
+        self.is_nf4 = any(type(base) is not nn.Linear for base in self.bases)
         name = layers[0].active_adapters[0]
         self.scale = layers[0].scaling[name]
         factors_a = [layer.lora_A[name].weight for layer in layers]
@@ -239,12 +240,16 @@ class AdapterGroup:
 
     # PEFT's forward computes all but training passes in the dtype of the copies.
     def _takes(self, layer: Any, x: torch.Tensor) -> bool:
+        computed_dtype = x.dtype
+        # a layer in 4 bits returns its input's dtype, a plain one autocast's
+        if not self.is_nf4 and torch.is_autocast_enabled(x.device.type):
+            computed_dtype = torch.get_autocast_dtype(x.device.type)
         return (
-            bool(self.b)
+            computed_dtype is self.dtype
+            and bool(self.b)
             and torch.is_grad_enabled()
             and not layer.disable_adapters
             and not layer.merged_adapters
-            and (x.dtype is self.dtype or torch.is_autocast_enabled(x.device.type))
         )
 
 
