@@ -24,7 +24,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings
 

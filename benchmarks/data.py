@@ -29,7 +29,7 @@ from benchmarks.report_header import report_header
 from benchmarks.starter_corpus import starter_rows
 from benchmarks.steps.material import chat, write_rows
 from sft_play.process.signals import child_environment, watch_parent
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"

@@ -32,7 +32,7 @@ from sft_play.errors import SftPlayError
 from sft_play.launch.request import LaunchRequest
 from sft_play.launch.start import start_run
 from sft_play.models.config_json import KNOWN_MODELS
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import read_json, write_json
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.measure.profile import TRACE_FILE, covered_time
 

@@ -26,7 +26,7 @@ from benchmarks.random_model import write_random_model
 from benchmarks.report_header import report_header
 from benchmarks.steps import bench
 from benchmarks.steps.material import write_chats, write_config
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 from sft_play.trace.pass_work import KernelLog
 
 SHAPE = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,

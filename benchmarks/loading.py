@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.random_model import write_random_model
 from benchmarks.report_header import report_header
 from benchmarks.verify.small import make_small_run
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,7 +28,7 @@ import pytest
 
 from benchmarks.report_header import report_header
 from sft_play.process.signals import die_with_parent
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sft_play"

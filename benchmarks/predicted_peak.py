@@ -22,7 +22,7 @@ from benchmarks.random_model import ensure_published_shape
 from benchmarks.report_header import report_header
 from benchmarks.steps.material import write_chats, write_config
 from sft_play.machine.hardware import detect_hardware
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import read_json, write_json
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = "sft-play/starter-base"

@@ -22,7 +22,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import SpeedError, find_rates, find_speed_error, predict_speed
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.trace.confirm import load_planned_shape
 
 SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")

@@ -41,8 +41,7 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.runs.files import read_json, write_json
-from sft_play.runs.folder import installed_versions
+from sft_play.runs.folder import installed_versions, read_json, write_json
 from sft_play.trace.confirm import load_planned_shape, step_settings
 from sft_play.trace.settings import TraceUnavailable
 from sft_play.trace.step import record_step

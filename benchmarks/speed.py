@@ -27,7 +27,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 
 MODES, STRATEGIES = {"full", "lora", "qlora"}, {"single", "fsdp", "fsdp2"}
 

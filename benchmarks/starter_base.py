@@ -23,7 +23,7 @@ from benchmarks.starter_corpus import CORPUS, END_OF_TEXT, SPECIAL_TOKENS, TURN_
 from benchmarks.steps.material import write_rows
 from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 from sft_play.starter import BASE, BASE_NAME
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,7 +2,7 @@
 `n/a`."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -119,8 +119,3 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table of short texts, all of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def join_unique(words: Iterable[object]) -> str:
-    """Each word once, with commas."""
-    return ", ".join(dict.fromkeys(str(word) for word in words))

@@ -36,8 +36,7 @@ def finished_run(
     from sft_play.api import plan
     from sft_play.config.load import load_config, resolved_config
     from sft_play.models.config_json import base_weights_identity
-    from sft_play.runs.files import write_json
-    from sft_play.runs.folder import MANIFEST_FORMAT
+    from sft_play.runs.folder import MANIFEST_FORMAT, write_json
     from sft_play.training.checkpoints.model_saving import save_model
     from sft_play.training.model.model_loading import read_model
     from sft_play.training.prepare.model_spec import build_model_spec

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from sft_play.runs.files import write_json
-from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder, write_json
 from sft_play.text import GIB
 
 MANIFEST = {

@@ -244,7 +244,7 @@ def test_positions_are_read_of_every_class(config, positions, tmp_path):
 
 def test_modules_that_share_a_name_are_told_apart_by_their_paths():
     shape = measured({"model_type": "gpt2", **SIZES})
-    assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.commonest_kind.linears} == {
+    assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.layers[0].linears} == {
         "attn.c_attn": (64, 192), "attn.c_proj": (64, 64), "mlp.c_fc": (64, 256), "mlp.c_proj": (256, 64),
     }  # fmt: skip
     assert [linear.path for linear, _ in shape.linears if linear.matches("c_proj")] == ["attn.c_proj", "mlp.c_proj"]

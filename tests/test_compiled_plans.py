@@ -11,7 +11,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.launch import planning
-from sft_play.launch.refusals import require_usable_hardware
+from sft_play.launch.planning import require_usable_hardware
 from sft_play.machine import compiler
 from sft_play.machine.compiler import require_inductor
 from sft_play.machine.hardware import parse_hardware

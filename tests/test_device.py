@@ -11,8 +11,8 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import HardwareError
-from sft_play.launch import refusals
-from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
+from sft_play.launch import planning
+from sft_play.launch.planning import MAX_CPU_PARAMS, require_usable_hardware
 from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
 from sft_play.machine import compiler, visible_gpus
 from sft_play.machine.compiler import Toolchain, require_compiler, toolchain_obstacle
@@ -106,7 +106,7 @@ def test_a_run_on_the_cpu_beside_an_accelerator_or_of_a_large_model_stops_unless
         (None, 7_600_000_000, r"no GPU was detected here, and org/model has 7\.6 billion parameters"),
         (None, MAX_CPU_PARAMS + 1, r"train\.device=cpu"),
     ):
-        monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _, found=accelerator: found)
+        monkeypatch.setattr(planning, "find_unusable_accelerator", lambda _, found=accelerator: found)
         require_usable_hardware(config("train.device=cpu"), CPU, {}, count_params=lambda params=params: params)
         with pytest.raises(HardwareError, match=message) if message else contextlib.nullcontext():
             require_usable_hardware(config(), CPU, {}, count_params=lambda params=params: params)
@@ -128,7 +128,7 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(succeed, monkeypatch, tmp
     from sft_play.commands import request
 
     monkeypatch.setattr(request, "detect_hardware", lambda: CPU)
-    monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: SHOWN)
+    monkeypatch.setattr(planning, "find_unusable_accelerator", lambda _: SHOWN)
     words = ("plan", "--config", str(write_run(tmp_path, tiny_llama, sums)))
     assert "a run here would stop: this machine shows a GPU" in succeed(*words)
     assert "would stop" not in succeed(*words, "train.device=cpu")
@@ -144,12 +144,12 @@ def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for():
 def test_a_torch_without_cuda_stops_a_start_on_gpus(config, monkeypatch):
     loaded = SimpleNamespace(config=config(), runs=())
     gpus = replace(parse_hardware("1xL4"), named=False)
-    monkeypatch.setattr(refusals, "torch_cuda_version", lambda: None)
+    monkeypatch.setattr(planning, "torch_cuda_version", lambda: None)
     with pytest.raises(HardwareError, match="the driver shows NVIDIA L4, but torch"):
-        refusals.require_gpus_and_disk(loaded, gpus, [])
-    refusals.require_gpus_and_disk(loaded, CPU, [])
-    monkeypatch.setattr(refusals, "torch_cuda_version", lambda: "13.0")
-    refusals.require_gpus_and_disk(loaded, gpus, [])
+        planning.require_gpus_and_disk(loaded, gpus, [])
+    planning.require_gpus_and_disk(loaded, CPU, [])
+    monkeypatch.setattr(planning, "torch_cuda_version", lambda: "13.0")
+    planning.require_gpus_and_disk(loaded, gpus, [])
 
 
 def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monkeypatch, tiny_llama):

@@ -36,7 +36,7 @@ from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.decide import PlanRequest
 from sft_play.planner.explain import slow_code_reasons
 from sft_play.planner.plan import OTHER_BYTES, RunLength
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from tests import warm
 from tests.conftest import ROOT, write_run
 from tests.processes import free_port, is_alive, wait_for

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.runs.files import disk_refusal_reason, free_disk_bytes
+from sft_play.runs.folder import disk_refusal_reason, free_disk_bytes
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import ROOT, clean_environment

@@ -12,7 +12,7 @@ import torch
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.doctor import SystemFacts, check_run_starts, find_known_bad
 from sft_play.errors import HardwareError
-from sft_play.launch import refusals
+from sft_play.launch import planning
 from sft_play.launch import run_hardware as launched
 from sft_play.machine import compiler
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
@@ -114,10 +114,10 @@ def run_with(**sections: dict[str, object]) -> RunConfig:
     (dataclasses.replace(gpus(), cpu_ranks=2), "this run uses the CPU; use auto"),
 ])  # fmt: skip
 def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkeypatch, machine, refused):
-    monkeypatch.setattr(refusals, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(planning, "require_compiler", lambda *_: None)
     config = run_with(model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
-        refusals.require_usable_hardware(config, machine, {}, count_params=lambda: 0)
+        planning.require_usable_hardware(config, machine, {}, count_params=lambda: 0)
     assert check_run_starts(config, machine, {}, params=0).verdict == ("FAIL" if refused else "PASS")
 
 

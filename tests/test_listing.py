@@ -12,8 +12,7 @@ import pytest
 
 from sft_play.errors import RunFolderError
 from sft_play.finished.listing import find_best_checkpoint, list_runs, prune, select_prunable
-from sft_play.runs.files import write_json
-from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder, write_json
 from sft_play.runs.lookup import check_run_name, open_run
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)

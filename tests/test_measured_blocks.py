@@ -28,7 +28,7 @@ from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import MeasuredBlocks, Step, create_step_simulation, interpolate
 from sft_play.planner.plan import plan_from_json
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.trace import build, confirm
 from sft_play.trace import step as blocks
 from sft_play.trace.confirm import BlockMeter, leading_blocks, load_planned_shape, step_settings

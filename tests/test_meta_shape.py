@@ -120,7 +120,7 @@ def test_experts_and_routers_are_no_linear_layers():
     shape = measure_shape_on_meta({"model_type": "qwen3_moe", **SMALL, **experts}, name="m")
     # 4 experts of gate, up and down, 64 x 32 each, in each of 4 blocks
     assert (shape.expert_params, shape.layers[0].router_params) == (4 * 4 * 3 * 64 * 32, 4 * 64)
-    assert {linear.name for linear in shape.commonest_kind.linears} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {linear.name for linear in shape.layers[0].linears} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert (shape.num_experts, shape.experts_per_token, shape.layers[0].expert_width) == (4, 2, 32)
 
 

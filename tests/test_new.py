@@ -139,7 +139,7 @@ def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(size, 
     monkeypatch.chdir(tmp_path)
     machine = replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.planning.find_unusable_accelerator", lambda devices: None)
     write_rows(Path("my.jsonl"), [{"prompt": "what is it? " * 20, "completion": "it is this. " * 30}] * rows)
     text = written(model=f"Qwen/Qwen2.5-{size}-Instruct", data="my.jsonl").read_text()
     (line,) = [one for one in text.splitlines(keepends=True) if one.startswith("# tuning.mode: ")]

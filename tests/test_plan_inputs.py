@@ -19,8 +19,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
 from sft_play.launch import planning
-from sft_play.launch.planning import plan_run
-from sft_play.launch.refusals import refusals
+from sft_play.launch.planning import plan_run, refusals
 from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
@@ -338,15 +337,15 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     machine = dataclasses.replace(parse_hardware("2xRTX3090"), named=False)
     for module in ("commands.request", "commands.sweep", "launch.planning", "launch.request", "launch.run_hardware"):
         monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.refusals.require_compiler", lambda *_: None)
+    monkeypatch.setattr("sft_play.launch.planning.require_compiler", lambda *_: None)
     monkeypatch.setattr("sft_play.launch.start.run_ranks", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("sft_play.launch.refusals.torch_cuda_version", lambda: None)
+    monkeypatch.setattr("sft_play.launch.planning.torch_cuda_version", lambda: None)
     more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
     code, said = command(verb, "--config", str(small_run), *more)
     assert (code, "the driver shows NVIDIA RTX 3090, but torch" in said) == (2, True), said
     code, said = command("plan", "--config", str(small_run))
     assert (code, "a run here would stop: the driver shows" in said, "make train" in said) == (0, True, False)
-    monkeypatch.setattr("sft_play.launch.refusals.torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr("sft_play.launch.planning.torch_cuda_version", lambda: "13.0")
     code, said = command("plan", "--config", str(small_run))
     assert (code, "would stop" in said, "make train" in said) == (0, False, True), said
 

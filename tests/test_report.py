@@ -19,8 +19,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished import report as reports
 from sft_play.finished.report import COLOURS, Chart, Curve, draw_chart, find_differences, read_record, write_report
 from sft_play.finished.run import find_run_folder
-from sft_play.runs.files import read_evaluations, read_summary
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, read_evaluations, read_summary
 from sft_play.text import GIB
 from sft_play.training.loop.curriculum import _merge_summaries
 from sft_play.training.measure.evaluate import EvalMetrics

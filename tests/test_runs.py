@@ -21,8 +21,15 @@ from sft_play.config.load import LoadedConfig, config_from_text, load_config
 from sft_play.errors import RunFolderError
 from sft_play.files import relative_to_cwd
 from sft_play.log import escape_control, one_line, redact, start_log_file
-from sft_play.runs.files import truncate_metrics, write_json
-from sft_play.runs.folder import RunFolder, check_same_run, git_state, load_resumed_config, new_manifest
+from sft_play.runs.folder import (
+    RunFolder,
+    check_same_run,
+    git_state,
+    load_resumed_config,
+    new_manifest,
+    truncate_metrics,
+    write_json,
+)
 from sft_play.runs.lookup import LAUNCHER, LOCK_FILE, WRITER, create_run, find_resumable, lock_run, new_run_folder
 from tests.conftest import ROOT
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text, load_config, split_overrides
-from sft_play.launch.refusals import require_usable_hardware
+from sft_play.launch.planning import require_usable_hardware
 from sft_play.log import set_up_logging
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
@@ -116,7 +116,7 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     for name in ("sft_play.commands.request.detect_hardware", "sft_play.launch.planning.detect_hardware"):
         monkeypatch.setattr(name, lambda: machine)
-    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.planning.find_unusable_accelerator", lambda devices: None)
     code, refused = command("train", "--config", "configs/run_bnb.yaml")
     why = refused.partition("error: ")[2]
     assert (code, "no GPU was detected here" in why) == (2, True)
@@ -163,7 +163,7 @@ def test_check_says_one_line_or_what_is_wrong(config, tmp_path, sums, command, s
     assert (code, "PROBLEM  rows: train" in said) == (2, True), said
     assert [bool(re.search(part, said, re.MULTILINE)) for part in ("^ok ", "^Not ready: 1 problem")] == [False, True]
     with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
-        patch.setattr("sft_play.launch.refusals.MAX_CPU_PARAMS", 10)
+        patch.setattr("sft_play.launch.planning.MAX_CPU_PARAMS", 10)
         code, said = command("check", "--config", str(config))
         assert (code, "PROBLEM  memory plan" in said, "no GPU was detected here" in said) == (2, True, True)
         assert "no GPU was detected here" in command("train", "--config", str(config))[1]

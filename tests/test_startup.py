@@ -15,8 +15,7 @@ from sft_play.data.sources import examples
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError, RunFolderError
 from sft_play.process import waiting
-from sft_play.runs.files import write_json
-from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder, write_json
 from sft_play.runs.lookup import lock_run, require_writable_output_dir
 from tests.conftest import ROOT, chat, write_run
 

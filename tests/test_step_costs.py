@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from benchmarks import host_pass
 from sft_play.planner.batching import MicroBatches
 from sft_play.process.waiting import frozen_objects
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.training import distributed
 from sft_play.training.loop.callbacks import GradientCheck, largest_sizes
 from sft_play.training.loop.loop import _replaced_module_walks

@@ -17,7 +17,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.advice import parse_grid
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import read_json, write_json
 from sft_play.runs.lookup import check_run_name
 from tests import warm
 from tests.conftest import ROOT, chat, write_rows

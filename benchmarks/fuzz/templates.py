@@ -13,7 +13,7 @@ from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, read_files, require_words
 from sft_play.errors import TokenizerError
 from sft_play.files import ROOT
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 
 _PIECES: dict[str, list[str]] = read_json(Path(__file__).with_suffix(".json"))
 _NAMES, _ATTRIBUTES, _FILTERS, _EXPRESSIONS = (

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from sft_play.errors import ConfigError
 from sft_play.log import escape_control, one_line
 from sft_play.machine.software import COMPUTE_PACKAGES
-from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import installed_versions
+from sft_play.runs.folder import installed_versions, write_json, write_text
 from sft_play.text import GIB
 
 PartStatus = Literal["pass", "fail", "skipped"]

@@ -28,7 +28,7 @@ from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.files import read_json, read_summary
+from sft_play.runs.folder import read_json, read_summary
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 

@@ -29,7 +29,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 

@@ -32,7 +32,7 @@ from sft_play.planner.layout import LayoutName
 from sft_play.planner.precision import UNSHARDED_LAYOUTS
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.files import read_summary
+from sft_play.runs.folder import read_summary
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from sft_play.commands.request import (
 )
 from sft_play.finished.listing import find_best_checkpoint
 from sft_play.launch.start import start_run
-from sft_play.runs.files import read_summary
+from sft_play.runs.folder import read_summary
 
 
 def run_launching(request: Request) -> CommandResult | int:

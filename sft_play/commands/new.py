@@ -14,13 +14,12 @@ from sft_play.data.checks import missed_column_lines
 from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.files import atomic
-from sft_play.launch.planning import plan_run
-from sft_play.launch.refusals import require_capable_machine
+from sft_play.launch.planning import plan_run, require_capable_machine
 from sft_play.launch.run_hardware import go_offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.models.config_json import find_model_folder
 from sft_play.planner.explain import long_cpu_warnings
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.trace.confirm import load_run_model_shape
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")

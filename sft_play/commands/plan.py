@@ -22,16 +22,17 @@ from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix,
 from sft_play.files import relative_to_cwd
 from sft_play.launch.deepspeed import keeps_params_on_gpu
 from sft_play.launch.planning import (
+    MAX_CPU_PARAMS,
     apply_deepspeed_batch,
     build_plan_request,
     common_layout,
     plan_request,
     plan_run,
     read_deepspeed_config,
+    refusals,
     refuse_impossible_strategy,
     training_backend,
 )
-from sft_play.launch.refusals import MAX_CPU_PARAMS, refusals
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens_if_quick
 from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import escape_control

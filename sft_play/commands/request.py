@@ -30,7 +30,7 @@ from sft_play.launch.request import LaunchOptions, parse_launch_options
 from sft_play.launch.torchrun import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.log import escape_control, one_line, redact
 from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
-from sft_play.runs.files import write_json
+from sft_play.runs.folder import write_json
 from sft_play.runs.lookup import output_dir, resolve_run
 from sft_play.spelling import did_you_mean
 from sft_play.starter import CONFIG

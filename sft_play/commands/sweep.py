@@ -39,8 +39,9 @@ from sft_play.launch.planning import (
     count_rows_before_planning,
     finish_stage_requests,
     plan_request,
+    refusals,
+    require_gpus_and_disk,
 )
-from sft_play.launch.refusals import refusals, require_gpus_and_disk
 from sft_play.launch.request import LaunchOptions, apply_mesh
 from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import one_line
@@ -49,8 +50,7 @@ from sft_play.planner.advice import parse_grid
 from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
-from sft_play.runs.files import read_json
-from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences
+from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences, read_json
 from sft_play.runs.lookup import config_run_name, is_resume, lock_run, new_run_folder
 from sft_play.text import build_table, gib_or_na, render_lines, value_or_na
 

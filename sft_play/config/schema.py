@@ -1056,8 +1056,3 @@ class RunConfig(Section):
             rows=self.train.effective_batch_size,
             is_lion="lion" in self.train.optim,
         )
-
-    @property
-    def uses_bitsandbytes(self) -> bool:
-        """True if weights or optimizer states are bitsandbytes'."""
-        return self.tuning.mode == "qlora" or self.train.optim in BITSANDBYTES_OPTIMIZERS

@@ -32,7 +32,7 @@ from sft_play.answers import Answer, Finding, fail_finding, pass_finding, skip_f
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError
 from sft_play.files import ROOT
-from sft_play.launch.refusals import require_usable_hardware
+from sft_play.launch.planning import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import disable_broken_p2p, has_broken_p2p
 from sft_play.launch.torchrun import TORCHRUN_MODULE, torchrun_command
@@ -54,9 +54,9 @@ from sft_play.planner.plan import MORE_SPACE_REMEDY, DiskUsage, Plan, planned_di
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.runs.lookup import output_dir
-from sft_play.text import GIB, MIB, format_size, join_unique, plural, render_lines
+from sft_play.text import GIB, MIB, format_size, plural, render_lines
 
 # --- the checks of this machine -------------------------------------------------------------------
 SHM_PATH = Path("/dev/shm")
@@ -458,7 +458,7 @@ class DoctorReport(Answer):
     def lines(self) -> list[str]:
         header = "Nothing FAILs: "
         if failed_names := self.names_by_verdict("FAIL"):
-            header = f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
+            header = f"{len(failed_names)} FAIL: {', '.join(dict.fromkeys(failed_names))}; "
         counts = ", ".join(
             f"{len(self.names_by_verdict(verdict))} {verdict}"
             for verdict in ("PASS", "WARN", "SKIP")

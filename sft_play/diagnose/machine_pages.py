@@ -32,8 +32,7 @@ from sft_play.machine.software import (
 from sft_play.machine.visible_gpus import find_unusable_accelerator, torch_build_text
 from sft_play.planner.plan import device_budget_bytes
 from sft_play.process.failures import RUN_VARIABLE
-from sft_play.runs.files import read_json
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, read_json
 from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_holder_pids, resolve_run
 from sft_play.text import (
     GIB,

@@ -23,8 +23,7 @@ from sft_play.data.sources.files import AnySource, data_part_split, find_data_pa
 from sft_play.diagnose import doctor
 from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
-from sft_play.launch.planning import plan_run
-from sft_play.launch.refusals import refusals, require_usable_hardware
+from sft_play.launch.planning import plan_run, refusals, require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.row_survey import has_variable_lengths
 from sft_play.launch.run_hardware import go_offline_without_hub, mesh_hardware, restrict_to_device

@@ -73,8 +73,7 @@ from sft_play.finished.ship import (
 )
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
-from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import installed_versions
+from sft_play.runs.folder import installed_versions, write_json, write_text
 from sft_play.runs.lookup import lock_run
 from sft_play.text import align_columns
 from sft_play.training.class_checks.adapter_trial import has_custom_logits

@@ -19,8 +19,13 @@ from sft_play.answers import Answer
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
-from sft_play.runs.files import read_evaluations, read_json, read_metric_lines, read_summary
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import (
+    RunFolder,
+    read_evaluations,
+    read_json,
+    read_metric_lines,
+    read_summary,
+)
 from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_run
 from sft_play.text import align_columns, format_duration, format_size, plural
 

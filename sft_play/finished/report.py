@@ -29,8 +29,7 @@ from sft_play.errors import ConfigError, SftPlayError
 from sft_play.finished.listing import RunStatus, find_best_checkpoint, run_status
 from sft_play.finished.run import next_command_line, translate_write_errors
 from sft_play.log import escape_control, one_line, redact, secret_values
-from sft_play.runs.files import read_json, read_metric_lines, read_summary, write_text
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, read_json, read_metric_lines, read_summary, write_text
 from sft_play.text import GIB, build_table, format_duration, format_size, render_lines
 
 logger = logging.getLogger(__name__)

@@ -37,12 +37,13 @@ from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import find_model_folder
 from sft_play.process import signals
 from sft_play.process.environment import THREADS_VARIABLE, independent_environment
-from sft_play.runs.files import read_json, read_summary
 from sft_play.runs.folder import (
     DEEPSPEED_FILE,
     PACKAGE_FOLDER,
     RunFolder,
     code_state,
+    read_json,
+    read_summary,
     requested_deepspeed,
 )
 from sft_play.runs.lookup import check_run_name

@@ -23,8 +23,7 @@ from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity, find_model_folder, load_max_positions
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs.files import disk_refusal_reason, read_json
-from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
+from sft_play.runs.folder import CodeTrust, RunFolder, disk_refusal_reason, read_json, trust_none
 from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.checkpoints.checkpoints import require_unchanged

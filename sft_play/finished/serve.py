@@ -27,7 +27,7 @@ from sft_play.log import one_line
 from sft_play.machine.network import allowed_host_names
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ a LaunchResult; ranks are started, and waited for.
 - The request: `request` (make's variables, and what a launcher, accelerate's file and a mesh add to
   them; a run that was stopped, or died, and goes on), `run_hardware` (the hardware as the run uses
   it).
-- The plan: `refusals` (what a run is refused for before a library is loaded; of layouts the planner
-  says it), `row_survey` (the lengths of the rows), `planning` (asked for once, completed with what
+- The plan: `row_survey` (the lengths of the rows), `planning` (what a run is refused for before a
+  library is loaded, of layouts the planner says it; the plan asked for once, completed with what
   this machine knows, made).
 - The processes: `agent` (which starts and watches ranks in torchrun's place), `nodes` (several
   machines meet), `tensorboard` (beside them).

@@ -62,7 +62,6 @@ from sft_play.planner.layout import (
 )
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
 from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates
-from sft_play.runs.files import read_json
 from sft_play.runs.folder import (
     CRASH_ENTRY,
     RESTARTS_ENTRY,
@@ -70,6 +69,7 @@ from sft_play.runs.folder import (
     RunFolder,
     load_resumed_config,
     pop_oom_note,
+    read_json,
     read_oom_events,
 )
 from sft_play.runs.lookup import RunLock, find_resumable

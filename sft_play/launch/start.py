@@ -41,7 +41,6 @@ from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.waiting import importing
-from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import (
     CRASH_ENTRY,
     DEEPSPEED_FILE,
@@ -49,6 +48,8 @@ from sft_play.runs.folder import (
     RunFolder,
     first_start_date,
     new_manifest,
+    write_json,
+    write_text,
 )
 from sft_play.runs.lookup import LAUNCHER, WRITER, create_run, discard_run
 from sft_play.starter import BASE_NAME

@@ -265,11 +265,6 @@ class ModelShape:
         return replace(self, layers=tuple(kinds))
 
     @cached_property
-    def commonest_kind(self) -> LayerKind:
-        """The kind of most blocks."""
-        return max(self.layers, key=lambda kind: kind.count)
-
-    @cached_property
     def linears(self) -> tuple[tuple[LinearShape, int], ...]:
         """Every linear layer but the head, with how many of it the model has."""
         inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)

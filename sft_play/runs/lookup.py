@@ -28,8 +28,7 @@ from sft_play.config.load import LoadedConfig, resolved_config
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError, error_prefix
 from sft_play.log import one_line
-from sft_play.runs.files import read_json, write_json, write_text
-from sft_play.runs.folder import MANIFEST_FILE, RunFolder
+from sft_play.runs.folder import MANIFEST_FILE, RunFolder, read_json, write_json, write_text
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.process.waiting import frozen_objects, report_wait
-from sft_play.runs.files import truncate_metrics
+from sft_play.runs.folder import truncate_metrics
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint

@@ -39,8 +39,7 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.planner.backend import Backend, check_trackers
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.process import failures, signals
-from sft_play.runs.files import write_text
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, write_text
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes

@@ -48,7 +48,7 @@ from sft_play.finished.run import (
     require_merged,
 )
 from sft_play.log import one_line
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import attention_functions

@@ -61,7 +61,7 @@ from sft_play.finished.run import (
     require_space,
     staged_folder,
 )
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import read_json, write_json
 from sft_play.text import format_gib
 from sft_play.training.checkpoints.model_saving import open_tensors, weight_files
 from sft_play.training.prepare.library_messages import quiet_libraries

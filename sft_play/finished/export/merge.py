@@ -56,7 +56,7 @@ from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.models.families import dequantised_config
 from sft_play.planner.memory.estimate import MAX_WEIGHTS_FILE_BYTES
-from sft_play.runs.files import read_json, read_summary, write_json
+from sft_play.runs.folder import read_json, read_summary, write_json
 from sft_play.runs.lookup import lock_run
 from sft_play.text import format_gib
 from sft_play.training.checkpoints.card import CardFacts, WeightsKind, write_card

@@ -24,7 +24,7 @@ from sft_play.finished.run import (
     require_faithful_merge,
 )
 from sft_play.log import one_line, redact
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.text import format_size
 
 # Names of files that belong to a model.

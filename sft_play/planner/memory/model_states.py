@@ -84,11 +84,6 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     return sum(rows * columns * count for rows, columns, count in _lora_factors(shape, lora))
 
 
-def linear_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
-    """LoRA parameters of one block's linear layers, without those of stacked experts."""
-    return sum(rows * columns for rows, columns in _linear_lora_factors(kind.linears, (), lora))
-
-
 def block_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
     """LoRA parameters of one block."""
     return sum(
@@ -145,11 +140,6 @@ class TrainedParameters:
     largest_elements: int = 0
     # Rows and columns of all tensors; for a vector its elements.
     matrix_sides: int = 0
-
-    @property
-    def rounds_stochastically(self) -> bool:
-        """True if each tensor is stepped in fp32 and rounded back."""
-        return self.state_itemsize > self.itemsize
 
 
 def trained_parameters(
@@ -261,7 +251,9 @@ def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: Trained
     iterates of it in bf16 and two products of its shorter sides (torch/optim/_muon.py). Stochastic
     rounding steps an fp32 copy of one tensor and of its gradient.
     """
-    largest_elements, rounds = parameters.largest_elements, parameters.rounds_stochastically
+    largest_elements = parameters.largest_elements
+    # each tensor is stepped in fp32 and rounded back
+    rounds = parameters.state_itemsize > parameters.itemsize
     copies = 8 * largest_elements * rounds
     if optim == "adamw_torch":
         return copies + (
@@ -340,8 +332,11 @@ def resident_bytes(
     # PEFT keeps the rows that were there, too
     adapter_bytes = held_bytes + parameters.new_token_params * itemsize
     if groups_adapters:
+        # of linear layers, without those of stacked experts
         copied_params = sum(
-            kind.count * linear_adapter_params(kind, config.tuning.lora) for kind in shape.layers
+            kind.count * rows * columns
+            for kind in shape.layers
+            for rows, columns in _linear_lora_factors(kind.linears, (), config.tuning.lora)
         )
         adapter_bytes += copied_params * (element_bytes.autocast or itemsize)
     return ResidentBytes(

@@ -16,7 +16,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template import select_template_kwargs
 from sft_play.models.config_json import find_model_folder
 from sft_play.planner.plan import Plan
-from sft_play.runs.files import read_json, write_text
+from sft_play.runs.folder import read_json, write_text
 from sft_play.starter import BASE_NAME
 from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.prepare.model_spec import ModelSpec, model_location

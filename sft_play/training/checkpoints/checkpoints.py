@@ -14,7 +14,7 @@ from pathlib import Path
 from sft_play.errors import ModelError, TrainingError
 from sft_play.files import atomic
 from sft_play.process.waiting import report_wait
-from sft_play.runs.files import sync_folder
+from sft_play.runs.folder import sync_folder
 from sft_play.text import MIB
 
 CHECKPOINT_PREFIX = "checkpoint-"

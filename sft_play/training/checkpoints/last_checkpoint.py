@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sft_play.errors import RunFolderError
-from sft_play.runs.files import free_disk_bytes, require_disk_space
+from sft_play.runs.folder import free_disk_bytes, require_disk_space
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
 

@@ -28,7 +28,7 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.models.families import dequantisable_method, dequantised_config
 from sft_play.planner.memory.estimate import MAX_WEIGHTS_FILE_BYTES
 from sft_play.process.waiting import report_wait
-from sft_play.runs.files import read_json
+from sft_play.runs.folder import read_json
 from sft_play.training.checkpoints.full_state_dict import (
     ADAPTER_FILE,
     embedding_layers,

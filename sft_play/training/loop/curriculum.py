@@ -14,8 +14,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
-from sft_play.runs.files import read_summary
-from sft_play.runs.folder import DEEPSPEED_FILE
+from sft_play.runs.folder import DEEPSPEED_FILE, read_summary
 from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import SftPlayError
-from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
+from sft_play.runs.folder import free_disk_bytes, require_disk_space, sync_folder
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import (
     checkpoints,

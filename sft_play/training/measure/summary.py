@@ -16,7 +16,7 @@ from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.planner import calibration
 from sft_play.planner.plan import Plan
-from sft_play.runs.files import free_disk_bytes, read_evaluations, require_disk_space
+from sft_play.runs.folder import free_disk_bytes, read_evaluations, require_disk_space
 from sft_play.starter import CONFIG
 from sft_play.text import GIB, format_duration
 from sft_play.training import distributed, engines

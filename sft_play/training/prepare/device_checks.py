@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import BITSANDBYTES_OPTIMIZERS, RunConfig
 from sft_play.errors import DoesNotFit, HardwareError, OutOfMemory, SftPlayError
 from sft_play.log import one_line
 from sft_play.machine.visible_gpus import CPU_HINT, explain_unusable_torch
@@ -62,7 +62,7 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
             f" {' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; install a build for"
             " this GPU (make doctor)"
         ) from error
-    if config.uses_bitsandbytes:
+    if config.tuning.mode == "qlora" or config.train.optim in BITSANDBYTES_OPTIMIZERS:
         from bitsandbytes import cextension
 
         # every call of it would raise

@@ -14,13 +14,13 @@ from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayErr
 from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
-from sft_play.runs.files import explain_disk_refusals
 from sft_play.runs.folder import (
     DEEPSPEED_FILE,
     END_ENTRIES,
     OOM_ENTRY,
     RESTARTS_ENTRY,
     check_same_run,
+    explain_disk_refusals,
     new_manifest,
 )
 from sft_play.runs.lookup import RunLock, create_run, discard_run, lock_run, write_initial_files
