@@ -3,6 +3,7 @@ what is remembered; and a host that is measured."""
 
 import dataclasses
 import functools
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -72,11 +73,15 @@ FAMILIES = (
     "microsoft/Phi-3.5-mini-instruct", "google/gemma-3-1b-it", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B",
     "mistralai/Mixtral-8x7B-v0.1", "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b",
 )  # fmt: skip
+QUICK = ((QWEN, "lora"), (QWEN, "full"), ("meta-llama/Llama-3.1-8B", "full"), ("google/gemma-3-1b-it", "lora"),
+         ("mistralai/Mixtral-8x7B-v0.1", "lora"))  # fmt: skip
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize(("name", "mode"), [
+    pytest.param(name, mode, marks=[] if (name, mode) in QUICK else pytest.mark.slow)
+    for name, mode in itertools.product(FAMILIES, ("lora", "full"))
+])  # fmt: skip
 def test_widths_come_near_what_is_counted(name, mode):
     counted, estimated = (total(work.compiled) for work in both_works(name, mode, HALF, "{compile: true}"))
     assert estimated.token_bytes == pytest.approx(counted.token_bytes, rel=0.35)
@@ -109,7 +114,7 @@ def test_what_was_counted_is_remembered_and_a_class_that_does_not_run_goes_by_wi
 @pytest.mark.build
 def test_a_traced_plan_counts_and_others_go_by_widths(cache, monkeypatch):
     """Neither one by one machine nor another: what is remembered changes no plan that counts nothing."""
-    config = config_from_text(f"model: {{name: {QWEN}}}\ntuning: {{mode: lora}}", name="x")
+    config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\ntuning: {mode: lora}", name="x")
     machine = dataclasses.replace(parse_hardware("1xH100"), named=False)
     counted = []
     real = BlockPassMeter.__call__
