@@ -49,7 +49,7 @@ def own_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 if "RANK" in os.environ:
-    from sft_play.training.measure.evaluate import InitialEvaluation
+    from sft_play.training.measure.summary import InitialEvaluation
     from sft_play.training.measure.monitor import MemoryPeaks
     from sft_play.training.distributed import gather_values
 

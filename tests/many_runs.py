@@ -57,10 +57,10 @@ def run(words: list[str], found: Path | None) -> int:
     """One run; its facts go into `found`."""
     from sft_play.cli import main as command
     from sft_play.training.loop.trainer import PlannedTrainer
-    from sft_play.training.measure import evaluate
+    from sft_play.training.measure import summary
 
     facts: dict[str, Any] = {}
-    check_engine, step = evaluate.check_engine, PlannedTrainer.training_step
+    check_engine, step = summary.check_engine, PlannedTrainer.training_step
 
     def proved(trainer: Any, plan: Any) -> Any:
         facts.update(told(trainer))
@@ -71,7 +71,7 @@ def run(words: list[str], found: Path | None) -> int:
         facts["whole_gradients"] = max(facts.get("whole_gradients", 0), whole_gradients(self))
         return loss
 
-    evaluate.check_engine, PlannedTrainer.training_step = proved, stepped
+    summary.check_engine, PlannedTrainer.training_step = proved, stepped
     code = command(words)
     if found is not None:
         found.write_text(json.dumps(facts))

@@ -145,7 +145,7 @@ def test_a_resumed_run_has_each_point_once_and_those_of_the_steps_that_count(tmp
 
 
 def test_what_is_measured_is_told_before_it_is(tmp_path):
-    from sft_play.training.measure.evaluate import EvalSet
+    from sft_play.training.measure.summary import EvalSet
 
     asked, split = [Question([1], "a", "b")], SimpleNamespace(rows=())
     for name, has, while_training, evaluates, expected in (

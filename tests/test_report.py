@@ -22,9 +22,8 @@ from sft_play.finished.run import find_run_folder
 from sft_play.runs.folder import RunFolder, read_evaluations, read_summary
 from sft_play.text import GIB
 from sft_play.training.loop.curriculum import _merge_summaries
-from sft_play.training.measure.evaluate import EvalMetrics
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question
-from sft_play.training.measure.summary import MAX_KEPT_SAMPLES, sample_answers
+from sft_play.training.measure.summary import MAX_KEPT_SAMPLES, EvalMetrics, sample_answers
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_preview import Page
 

@@ -291,7 +291,7 @@ def end(process):
 
 def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_path, writer, caplog):
     from sft_play.finished.listing import prune
-    from sft_play.training.checkpoints.consolidate import consolidate
+    from sft_play.training.checkpoints.last_checkpoint import consolidate
 
     folder = make(tmp_path, status="finished")
     (folder.path / "tb").mkdir()

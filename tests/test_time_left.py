@@ -24,7 +24,7 @@ from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training.loop.callbacks import Progress, StopController
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
-from sft_play.training.measure.evaluate import EvalSet, estimate_remaining, remaining_events
+from sft_play.training.measure.summary import EvalSet, estimate_remaining, remaining_events
 from tests.conftest import chat, write_rows, write_run
 from tests.processes import wait_for
 from tests.test_train import metrics

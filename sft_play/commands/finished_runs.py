@@ -355,7 +355,7 @@ def _consolidate(request: Request) -> CommandResult:
     )
     if request.out is not None and request.out.exists():
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
-    from sft_play.training.checkpoints.consolidate import consolidate
+    from sft_play.training.checkpoints.last_checkpoint import consolidate
 
     path = consolidate(
         folder,

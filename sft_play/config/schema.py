@@ -870,14 +870,14 @@ class EvalConfig(Section):
     """Sequences per GPU in evaluation; auto uses as many as need no more memory than a training
     step, at most 64."""
 
-    generate_rows: int = option(0, owner="training.measure.evaluate", ge=0)
+    generate_rows: int = option(0, owner="training.measure.summary", ge=0)
     """Number of held-out rows for which an answer is generated and compared with what the row
     trains behind the same prompt (exact match); 0 for none."""
 
     max_new_tokens: int = option(128, owner="training.loop.trainer", ge=1)
     """Maximum length of a generated answer in tokens."""
 
-    before_training: bool = option(True, owner="training.measure.evaluate")
+    before_training: bool = option(True, owner="training.measure.summary")
     """Also evaluate before the first step, to show the improvement."""
 
 

@@ -20,9 +20,10 @@ that they run), `heartbeat`. A folder for each part:
   names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
   `out_of_memory` (steps that run out of it),
   `curriculum` (stages).
-- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
-  `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
-- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
+- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint` (also
+  consolidated),
+  `full_state_dict`, `sharded_checkpoints`, `model_saving`, `card`.
+- `measure/`: `monitor`, `updates`, `profile`, `board`, `exact_match`,
   `summary`.
 
 Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their

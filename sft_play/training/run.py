@@ -27,15 +27,16 @@ from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.out_of_memory import record_oom
 from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
-from sft_play.training.measure.evaluate import (
+from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
+from sft_play.training.measure.summary import (
     EvalSet,
     InitialEvaluation,
     build_eval_set,
+    build_summary,
     estimate_remaining,
     evaluate,
+    finish_run,
 )
-from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
-from sft_play.training.measure.summary import build_summary, finish_run
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory

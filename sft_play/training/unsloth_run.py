@@ -47,14 +47,13 @@ from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import build_run_trainer, training_arguments
-from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import (
     Question,
     collect_stop_ids,
     configured_eos_token_ids,
 )
 from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
-from sft_play.training.measure.summary import write_model_card
+from sft_play.training.measure.summary import EvalSet, write_model_card
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries

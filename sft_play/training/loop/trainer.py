@@ -46,10 +46,10 @@ from sft_play.training.loop.optimizers import (
 )
 from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths
 from sft_play.training.measure.board import TensorBoardWriter, build_hparams
-from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
 from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, source_sums
 from sft_play.training.measure.profile import build_profile_window
+from sft_play.training.measure.summary import EvalSet
 from sft_play.training.model import attention_functions, model_loading, tensor_parallel
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.model.model_loading import (
