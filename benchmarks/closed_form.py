@@ -55,13 +55,11 @@ def parse_setting(line: str) -> SampleSetting:
     options = dict(word.partition("=")[::2] for word in options_text)
     targets = options.get("targets")
     lora = {
-        "dtype": "bfloat16" if "bf16_adapters" in options else "auto",
-        "r": int(options.get("rank", 16)),
-        "dropout": float(options.get("dropout", 0)),
-        "use_dora": "dora" in options,
+        "dtype": "bfloat16" if "bf16_adapters" in options else "auto", "r": int(options.get("rank", 16)),
+        "dropout": float(options.get("dropout", 0)), "use_dora": "dora" in options,
         "target_modules": targets.split(",") if targets else "auto",
         "target_parameters": "auto" if "experts" in options else [],
-    }
+    }  # fmt: skip
     kernels = "liger" if "liger" in options else "none"
     settings = {
         "model": {"name": model, "max_seq_len": int(length)},
@@ -77,19 +75,13 @@ def parse_setting(line: str) -> SampleSetting:
     attention: AttentionName = "flash_attention_2" if "flash" in options else "sdpa"
     checkpointed_layers = int(options["some"]) if "some" in options else None
     step = Step(
-        int(rows),
-        int(options.get("accum", 1)),
-        int(length),
-        layout=layout,
+        int(rows), int(options.get("accum", 1)), int(length), layout=layout,
         checkpointed_layers=0 if "off" in options else checkpointed_layers,
         loss="model" if options.get("loss") == "logits" else "chunked",
-        attention="eager" if "eager" in options else attention,
-        padded="padded" in options,
-        varlen="apart" in options,
-        one_by_one="apart" in options,
-        capability=(7, 5) if "apart" in options else (9, 0),
+        attention="eager" if "eager" in options else attention, padded="padded" in options, varlen="apart" in options,
+        one_by_one="apart" in options, capability=(7, 5) if "apart" in options else (9, 0),
         eval_batch=int(options.get("eval", 0)),
-    )
+    )  # fmt: skip
     return SampleSetting(model, config, step, FP32_MASTERS if "masters" in options else BF16)
 
 

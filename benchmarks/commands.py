@@ -12,15 +12,10 @@ def bench(request: Request, progress: Progress) -> CommandResult:
     from benchmarks.steps import bench
 
     compared = bench.compare(
-        request.config,
-        request.overrides,
-        peer=request.peer,
-        python=str(request.peer_python) if request.peer_python else None,
-        steps=request.steps or bench.STEPS,
-        warmup=request.warmup or bench.WARMUP,
-        rounds=request.rounds or bench.ROUNDS,
-        progress=progress,
-    )
+        request.config, request.overrides, peer=request.peer,
+        python=str(request.peer_python) if request.peer_python else None, steps=request.steps or bench.STEPS,
+        warmup=request.warmup or bench.WARMUP, rounds=request.rounds or bench.ROUNDS, progress=progress,
+    )  # fmt: skip
     return CommandResult(compared.as_json(), compared.lines())
 
 
@@ -38,13 +33,9 @@ def verify_layouts(request: Request, progress: Progress) -> CommandResult:
     from benchmarks.verify import layouts
 
     table = layouts.verify(
-        request.config if request.is_config_given else None,
-        request.overrides,
-        layouts=request.layouts,
-        modes=request.modes,
-        steps=request.steps or layouts.STEPS,
-        progress=progress,
-    )
+        request.config if request.is_config_given else None, request.overrides, layouts=request.layouts,
+        modes=request.modes, steps=request.steps or layouts.STEPS, progress=progress,
+    )  # fmt: skip
     return CommandResult(table.as_json(), table.lines(), 0 if table.ok else 1)
 
 

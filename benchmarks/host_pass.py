@@ -34,11 +34,9 @@ SHAPE = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "nu
          "tie_word_embeddings": True}  # fmt: skip
 COUNTED_LAYERS, TIMED_LAYERS = (2, 4), 36
 COUNTED = {
-    "full": ("tuning.mode=full",),
-    "lora": ("tuning.mode=lora",),
-    "lora, checkpointed": ("tuning.mode=lora", "train.gradient_checkpointing=true"),
-    "qlora": ("tuning.mode=qlora",),
-}
+    "full": ("tuning.mode=full",), "lora": ("tuning.mode=lora",),
+    "lora, checkpointed": ("tuning.mode=lora", "train.gradient_checkpointing=true"), "qlora": ("tuning.mode=qlora",),
+}  # fmt: skip
 COUNTED_PASS, STEPS, WARMUP, ROUNDS, PEERS = 3, 60, 6, 4, ("bare", "trl")
 
 

@@ -36,14 +36,10 @@ class LongRow:
 
 
 LONG_ROWS = (
-    LongRow("Qwen/Qwen3-8B", 1, 1, 380, SECOND_SOURCE, 56.2e9),
-    LongRow("Qwen/Qwen3-0.6B", 1, 1, 137),
-    LongRow("Qwen/Qwen3-30B-A3B", 1, 1, 483),
-    LongRow("Qwen/Qwen3-32B", 1, 1, 1295),
-    LongRow("Qwen/Qwen3-0.6B", 4, 1, 2135),
-    LongRow("Qwen/Qwen3-8B", 2, 2, 696),
-    LongRow("Qwen/Qwen3-8B", 4, 4, 1346),
-)
+    LongRow("Qwen/Qwen3-8B", 1, 1, 380, SECOND_SOURCE, 56.2e9), LongRow("Qwen/Qwen3-0.6B", 1, 1, 137),
+    LongRow("Qwen/Qwen3-30B-A3B", 1, 1, 483), LongRow("Qwen/Qwen3-32B", 1, 1, 1295),
+    LongRow("Qwen/Qwen3-0.6B", 4, 1, 2135), LongRow("Qwen/Qwen3-8B", 2, 2, 696), LongRow("Qwen/Qwen3-8B", 4, 4, 1346),
+)  # fmt: skip
 
 
 def plan_long_row(row: LongRow) -> Plan:
@@ -66,11 +62,9 @@ def long_rows() -> dict[str, dict[str, Any]]:
     for row in LONG_ROWS:
         plan = plan_long_row(row)
         found[row.name] = {
-            "source": row.source,
-            "published_s": row.step_s,
-            "predicted_s": round(plan.speed.step_s, 1),
+            "source": row.source, "published_s": row.step_s, "predicted_s": round(plan.speed.step_s, 1),
             "ratio_s": plan.speed.step_s / row.step_s,
-        }
+        }  # fmt: skip
         if row.peak_bytes is not None:
             allocated, published = plan.memory.allocated, row.peak_bytes
             found[row.name] |= {"published_bytes": int(published), "predicted_bytes": allocated, "fits": plan.fits}

@@ -72,13 +72,11 @@ def run_row(row: Row, micro_batch: int, bench: TrialBench) -> dict[str, Any]:
     batch = {"batch_size": micro_batch, "effective_batch_size": 2 * micro_batch} if micro_batch else {}
     config = write_config(
         bench.folder / "run.yaml",
-        model=ensure_published_shape(row.model, bench.folder / row.model.replace("/", "--")),
-        rows=rows,
-        seq_len=row.seq_len,
-        tuning={"mode": row.mode},
+        model=ensure_published_shape(row.model, bench.folder / row.model.replace("/", "--")), rows=rows,
+        seq_len=row.seq_len, tuning={"mode": row.mode},
         train={"max_steps": STEPS, "logging_steps": 1, "gradient_checkpointing": row.checkpointing, **batch},
         output={"dir": str(bench.folder / "outputs"), "name": "run"},
-    )
+    )  # fmt: skip
     result = train_in_process(config, bench, "train", limit_s=ROW_TIMEOUT_S)
     answer: dict[str, Any] = {}
     if (bench.run_folder / "plan.json").is_file():

@@ -82,13 +82,10 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     speed = predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
     predicted = speed.tokens_per_s / len(machine.gpus)
     return {
-        **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")},
-        "gpus": len(machine.gpus),
-        "class": predict_error(row).of,
-        "published": published,
-        "predicted": round(predicted, 1),
+        **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")}, "gpus": len(machine.gpus),
+        "class": predict_error(row).of, "published": published, "predicted": round(predicted, 1),
         "ratio": predicted / published,
-    }
+    }  # fmt: skip
 
 
 def compare_published() -> dict[str, dict[str, Any]]:

@@ -140,6 +140,30 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
+@pytest.fixture(scope="module")
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """A folder with a run of five steps, and in `site` the sitecustomize.py of its ranks: RANKS of the module."""
+    from tests.models import uneven_run
+
+    folder = tmp_path_factory.mktemp("world")
+    uneven_run(folder, tiny_llama)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(request.module.RANKS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer of the tests' own words, with its default template."""
+    from transformers import AutoTokenizer
+
+    from tests.models import make_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 chats about sums, as JSONL."""

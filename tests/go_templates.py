@@ -113,9 +113,6 @@ def _words(expression: str) -> list[str]:
 
 
 _FUNCTIONS: dict[str, Any] = {
-    "eq": lambda one, other: one == other,
-    "le": lambda one, other: one <= other,
-    "and": lambda *values: all(values),
-    "len": len,
-    "slice": lambda items, start: items[start:],
-}
+    "eq": lambda one, other: one == other, "le": lambda one, other: one <= other, "and": lambda *values: all(values),
+    "len": len, "slice": lambda items, start: items[start:],
+}  # fmt: skip

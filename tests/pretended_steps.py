@@ -135,12 +135,10 @@ def story(made: Any) -> dict[str, Any]:
     trained = [one.detach().cpu() for one in made.model.parameters() if one.requires_grad]
     return {
         "losses": [line["loss"] for line in made.state.log_history if "loss" in line],
-        "eval_loss": metrics["eval_loss"],
-        "answers": [one.token_ids for one in made.last_answers],
-        "weights": float(sum(one.double().abs().sum() for one in trained)),
-        "on_host": pretended.on_host(made.model),
+        "eval_loss": metrics["eval_loss"], "answers": [one.token_ids for one in made.last_answers],
+        "weights": float(sum(one.double().abs().sum() for one in trained)), "on_host": pretended.on_host(made.model),
         "device": str(made.args.device),
-    }
+    }  # fmt: skip
 
 
 def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, lengths: Any = None, **options: Any) -> Any:
@@ -178,18 +176,13 @@ def prompts_left() -> Any:
 
 
 LEFT: dict[str, tuple[str, Callable[[], Any]]] = {
-    "input_ids": ("padded", left("input_ids")),
-    "labels": ("padded", left("labels")),
-    "attention_mask": ("padded", left("attention_mask")),
-    "position_ids": ("unmasked", left("position_ids")),
-    "position_ids of packs": ("masked packs", left("position_ids")),
-    "boundaries": ("packed", left("cu_seq_lens_q")),
-    "boundaries of rows": ("joined", left("cu_seq_lens_q")),
-    "sources": ("of sources", left("source")),
-    "loss": ("padded", loss_left),
-    "evaluation": ("unmasked", left("position_ids", training=False)),
+    "input_ids": ("padded", left("input_ids")), "labels": ("padded", left("labels")),
+    "attention_mask": ("padded", left("attention_mask")), "position_ids": ("unmasked", left("position_ids")),
+    "position_ids of packs": ("masked packs", left("position_ids")), "boundaries": ("packed", left("cu_seq_lens_q")),
+    "boundaries of rows": ("joined", left("cu_seq_lens_q")), "sources": ("of sources", left("source")),
+    "loss": ("padded", loss_left), "evaluation": ("unmasked", left("position_ids", training=False)),
     "generation": ("unmasked", prompts_left),
-}
+}  # fmt: skip
 """What is left behind, in which rows."""
 
 

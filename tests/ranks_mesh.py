@@ -161,12 +161,10 @@ def main(kinds: list[str], out: Path) -> None:
             found["divided"][f"{kind} {mode}"] = divided(kind, adapters=adapters)
     found["divided"]["qwen3 full bf16"] = divided("qwen3", adapters=False, dtype=torch.bfloat16)
     found["shared"] = {
-        "llama": shared("llama"),
-        "qwen3": shared("qwen3"),
-        "one key head": shared("qwen2", num_key_value_heads=1),
+        "llama": shared("llama"), "qwen3": shared("qwen3"), "one key head": shared("qwen2", num_key_value_heads=1),
         "gpt2": shared("gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=64),
         "mistral": shared("mistral", sliding_window=None),
-    }
+    }  # fmt: skip
     found["refused"] = {kind: refused(kind) for kind in NOT_DIVIDED}
     write_found(found, out)
 

@@ -17,12 +17,10 @@ from tests.ranks import write_found
 from tests.ranks_evaluation import trainer_of as own_trainer
 
 CUTS = {
-    "one row": MicroBatches(1),
-    "by tokens": MicroBatches(1, tokens=45, overhead=15),
-    "a cheap pass": MicroBatches(1, tokens=45, overhead=0),
-    "joined": MicroBatches(1, tokens=48, padded=False),
+    "one row": MicroBatches(1), "by tokens": MicroBatches(1, tokens=45, overhead=15),
+    "a cheap pass": MicroBatches(1, tokens=45, overhead=0), "joined": MicroBatches(1, tokens=48, padded=False),
     "all at once": MicroBatches(4, tokens=4 * 48, overhead=2, single=True),
-}
+}  # fmt: skip
 """11 rows of 2 to 40 tokens in steps of 4: an epoch ends with 3."""
 STEPS = 5
 

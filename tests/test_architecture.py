@@ -33,33 +33,25 @@ NO_DEFAULT: dict[str, dict[str, Any]] = {key: {"head_dim": 64} for key in ("huny
 """Fields that every real file of the type states, since the class has no default that works."""
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"attention_bias": True, "mlp_bias": True}),
-    ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
-    ("llama", {"num_key_value_heads": None}),
-    ("mistral", {"head_dim": 32, "sliding_window": None}),
-    ("mistral", {"sliding_window": 32}),
-    ("ministral", {"sliding_window": 32, "head_dim": 16}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}), ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": None}), ("mistral", {"head_dim": 32, "sliding_window": None}),
+    ("mistral", {"sliding_window": 32}), ("ministral", {"sliding_window": 32, "head_dim": 16}),
     ("mixtral", {"sliding_window": 32, "head_dim": 8}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 3, "use_sliding_window": True}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [0, 3], "attention_bias": True, "head_dim": 32}),
-    ("gemma2", {"attention_bias": True}),
-    ("gemma3_text", {"sliding_window_pattern": 3, "num_hidden_layers": 7}),
+    ("gemma2", {"attention_bias": True}), ("gemma3_text", {"sliding_window_pattern": 3, "num_hidden_layers": 7}),
     ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}),
-    ("phi3", {"sliding_window": 16, "tie_word_embeddings": True}),
-    ("olmo2", {"attention_bias": True}),
-    ("olmo3", {"sliding_window": 16}),
-    ("olmoe", {"attention_bias": True}),
-    ("granite", {"attention_bias": True, "mlp_bias": True}),
-    ("gpt_oss", {"attention_bias": False}),
+    ("phi3", {"sliding_window": 16, "tie_word_embeddings": True}), ("olmo2", {"attention_bias": True}),
+    ("olmo3", {"sliding_window": 16}), ("olmoe", {"attention_bias": True}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}), ("gpt_oss", {"attention_bias": False}),
     ("glm", {"attention_bias": False, "head_dim": 32}),
-    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}),
-    ("ernie4_5", {"use_bias": True}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}), ("ernie4_5", {"use_bias": True}),
     ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "attention_bias": True, "mlp_bias": True}),
     ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 32}),
-]
+]  # fmt: skip
 
 
 def file_of(kind: str, **changes: Any) -> dict[str, Any]:

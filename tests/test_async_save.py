@@ -116,15 +116,6 @@ if "RANK" in os.environ and os.environ.get("DISTURBED"):
 """sitecustomize.py: writes that take longer than the training, and what may happen in the midst of one."""
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama) -> Path:
-    folder = tmp_path_factory.mktemp("async-save")
-    uneven_run(folder, tiny_llama)
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(RANKS)
-    return folder
-
-
 def run(world: Path, command: str, name: str, *words: str, ends: int = 0, **environ: str) -> str:
     """What a command of a run over two ranks says, with a checkpoint every second step; `ends`: its exit code."""
     python = sys.executable if "DISTURBED" in environ else warm.python()  # a fork's launcher is not the ranks' parent

@@ -19,16 +19,13 @@ TAGS_OF = {
     "Loss": ["train/loss", "eval/loss", "test/loss"],
     "Loss by source": ["train/loss_chat", "eval/loss_text", "test/loss_a"],
     "Loss by rank": ["train/loss_rank_0", "train/loss_rank_11"],
-    "Exact match": ["eval/exact_match", "test/exact_match"],
-    "Learning rate": ["train/learning_rate"],
-    "Gradient norm": ["train/grad_norm"],
-    "Tokens per second": ["train/tokens_per_s", "train/tokens_per_s_per_gpu"],
+    "Exact match": ["eval/exact_match", "test/exact_match"], "Learning rate": ["train/learning_rate"],
+    "Gradient norm": ["train/grad_norm"], "Tokens per second": ["train/tokens_per_s", "train/tokens_per_s_per_gpu"],
     "Model FLOP utilisation": ["train/mfu"],
     "Where a step's time goes, in seconds": ["train/step_time_s", "train/time_data_s"],
     "Memory against the plan, in GiB": ["train/memory_peak_gib", "train/memory_predicted_gib"],
-    "Memory by rank, in GiB": ["train/memory_peak_gib_rank_1"],
-    "Padding share": ["train/padding_share"],
-}
+    "Memory by rank, in GiB": ["train/memory_peak_gib_rank_1"], "Padding share": ["train/padding_share"],
+}  # fmt: skip
 OTHERS = ["train/epoch", "train/entropy", "eval/runtime", "train/total_flos", "test/runtime"]
 
 

@@ -29,18 +29,9 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from tests.conftest import write_rows
-from tests.models import CHATML, make_tokenizer
+from tests.models import CHATML
 
 CHAT = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is said"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.data())

@@ -252,13 +252,11 @@ def bend(kind: str, name: str, which: int) -> Any:
         if number != which:
             return start, end
         return {
-            "earlier end": (start, end - len(last)),
-            "no end": (start, end - len(ends[which])),
+            "earlier end": (start, end - len(last)), "no end": (start, end - len(ends[which])),
             "through the next header": (start, end + len(behind) + (len("user\n") if name == "chatml" else 0)),
-            "with its header": (start - len(header), end),
-            "without its first letters": (start + 12, end),
+            "with its header": (start - len(header), end), "without its first letters": (start + 12, end),
             "without its last words": (start, end - len(ends[which]) - 3),
-        }[kind]
+        }[kind]  # fmt: skip
 
     return change
 

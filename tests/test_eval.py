@@ -42,11 +42,9 @@ def mean_loss(scores: list[RowScore]) -> float:
 
 
 RUNS = {
-    "lora, packed": ("lora", False, "data.packing=best_fit"),
-    "lora, bf16": ("lora", True, ""),
-    "qlora, bf16": ("qlora", True, ""),
-    "full, bf16": ("full", True, "train.learning_rate=3e-3"),
-}
+    "lora, packed": ("lora", False, "data.packing=best_fit"), "lora, bf16": ("lora", True, ""),
+    "qlora, bf16": ("qlora", True, ""), "full, bf16": ("full", True, "train.learning_rate=3e-3"),
+}  # fmt: skip
 
 
 def trained(folder: Path, base: Path, succeed: Any, *words: str) -> tuple[FinishedRun, dict[str, Any]]:

@@ -43,13 +43,10 @@ PLAIN = asked_and("There.")
 THOUGHT = asked_and("There.", reasoning_content="They ask me.")
 OWN_THOUGHT = asked_and("<think>\nThey ask me.\n</think>\n\nThere.")
 CASES: dict[str, tuple[list[dict[str, Any]], tuple[Any, ...]]] = {
-    "plain": (asked_and("In the kitchen."), ()),
-    "spaced": (asked_and(" In the\n\nkitchen. "), ()),
-    "system": ([{"role": "system", "content": "Be terse."}, *PLAIN], ()),
-    "reasoning": (THOUGHT, ()),
-    "think": (OWN_THOUGHT, ()),
-    "call": (asked_and("", tool_calls=[CALL]), TOOLS),
-}
+    "plain": (asked_and("In the kitchen."), ()), "spaced": (asked_and(" In the\n\nkitchen. "), ()),
+    "system": ([{"role": "system", "content": "Be terse."}, *PLAIN], ()), "reasoning": (THOUGHT, ()),
+    "think": (OWN_THOUGHT, ()), "call": (asked_and("", tool_calls=[CALL]), TOOLS),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

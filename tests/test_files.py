@@ -139,11 +139,9 @@ class TestJson:
         (tmp_path / "a.json").write_text('[{"a": 1, "a": 2},\n{"a": NaN},\n{"a": "\\ud83d"},\n{"a": 1e999},\n{"b": 3}]')
         found = rows(tmp_path / "a.json")
         assert [str(row).rpartition("/")[2] for row in found[:4]] == [
-            'a.json:1: the key "a" occurs twice in one object',
-            "a.json:2: NaN is not JSON",
-            "a.json:3: half of a surrogate pair (a broken emoji) in the text",
-            "a.json:4: a number is too large",
-        ]
+            'a.json:1: the key "a" occurs twice in one object', "a.json:2: NaN is not JSON",
+            "a.json:3: half of a surrogate pair (a broken emoji) in the text", "a.json:4: a number is too large",
+        ]  # fmt: skip
         assert found[4].data == {"b": 3}
 
     @pytest.mark.parametrize(("line", "message"), [
@@ -188,12 +186,10 @@ class TestJson:
 TEXTS = {
     "cp1251": "Привет, как дела? Это простой текст на русском языке.",
     "koi8-r": "Привет, как дела? Это простой текст на русском языке.",
-    "cp932": "こんにちは、元気ですか？これはテストです。",
-    "euc-jp": "こんにちは、元気ですか？これはテストです。",
+    "cp932": "こんにちは、元気ですか？これはテストです。", "euc-jp": "こんにちは、元気ですか？これはテストです。",
     "euc-kr": "안녕하세요, 오늘 날씨가 좋네요. 이것은 시험입니다.",
-    "big5": "你好，今天天氣很好。這是一個測試，我們來看看。",
-    "cp1252": "“Où” est le café – là",
-}
+    "big5": "你好，今天天氣很好。這是一個測試，我們來看看。", "cp1252": "“Où” est le café – là",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("encoding", TEXTS)

@@ -29,11 +29,9 @@ from tests.finished_runs import SMALL, finished_run, make_base
 pytestmark = pytest.mark.build
 
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"r": 4, "alpha": 9, "target_modules": ["q_proj", "down_proj"]},
-    "rslora": {"r": 8, "use_rslora": True},
-    "dora": {"r": 2, "use_dora": True},
-    "whole": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
-}
+    "plain": {"r": 4, "alpha": 9, "target_modules": ["q_proj", "down_proj"]}, "rslora": {"r": 8, "use_rslora": True},
+    "dora": {"r": 2, "use_dora": True}, "whole": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

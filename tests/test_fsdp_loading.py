@@ -21,16 +21,11 @@ HEAP = 128 * MIB
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(
-    "setting",
-    [
-        LoadingSetting("full"),
-        pytest.param(LoadingSetting("qlora"), marks=pytest.mark.slow),
-        pytest.param(LoadingSetting("lora", ranks=4), marks=pytest.mark.slow),
-        pytest.param(LoadingSetting("lora", experts=True), marks=pytest.mark.slow),
-    ],
-    ids=lambda setting: setting.name,
-)
+@pytest.mark.parametrize("setting", [
+    LoadingSetting("full"), pytest.param(LoadingSetting("qlora"), marks=pytest.mark.slow),
+    pytest.param(LoadingSetting("lora", ranks=4), marks=pytest.mark.slow),
+    pytest.param(LoadingSetting("lora", experts=True), marks=pytest.mark.slow),
+], ids=lambda setting: setting.name)  # fmt: skip
 def test_what_each_rank_takes_to_load_is_what_is_planned(tmp_path, setting, monkeypatch):
     """glibc gives freed blocks of a MiB back at once here: how many it keeps depends on how busy the machine is."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))

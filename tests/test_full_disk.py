@@ -99,13 +99,11 @@ def state(folder: Path) -> dict[str, bytes]:
 
 
 COMMANDS = {
-    "eval": (["eval", "--metrics", "none"], "eval.json"),
-    "ship": (["ship", "--limit", "4"], "ship.json"),
-    "report": (["report"], "report.html"),
-    "compare": (["compare"], "compare.html"),
+    "eval": (["eval", "--metrics", "none"], "eval.json"), "ship": (["ship", "--limit", "4"], "ship.json"),
+    "report": (["report"], "report.html"), "compare": (["compare"], "compare.html"),
     "merge": (["merge", "--force"], "merged/README.md"),
     "export": (["export", "--format", "vllm", "--force"], "export/vllm/tokenizer_config.json"),
-}
+}  # fmt: skip
 """Words, and a file that the command writes, which meets the full disk."""
 
 

@@ -293,12 +293,10 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "ddp fp16": ("ddp", "full", [STEP + "1", "distributed.find_unused_parameters=true", MIXED + "reduce=float16"]),
     "fsdp": ("fsdp", "full", []),
     "fsdp step": ("fsdp", "lora", ["train.bf16=true", STEP + "step", MIXED + "reduce=float32"]),
-    "ddp six": ("ddp", "full", SIX),
-    "ddp four and two": ("ddp", "full", [*SIX, STEP + "4"]),
-    "fsdp four and two": ("fsdp", "full", [*SIX, STEP + "4"]),
-    "zero2": ("zero2", "full", [MIXED + "reduce=bf16"]),
+    "ddp six": ("ddp", "full", SIX), "ddp four and two": ("ddp", "full", [*SIX, STEP + "4"]),
+    "fsdp four and two": ("fsdp", "full", [*SIX, STEP + "4"]), "zero2": ("zero2", "full", [MIXED + "reduce=bf16"]),
     "zero3": ("zero3", "lora", ["train.bf16=true", MIXED + "reduce=float32", MIXED + "buffer=bfloat16"]),
-}
+}  # fmt: skip
 """Name: layout, mode, settings. Two micro-batches a step, or six."""
 FEW = ("ddp", "fsdp", "zero2")
 

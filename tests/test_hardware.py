@@ -50,12 +50,8 @@ def test_gpus_are_read_from_nvml_with_the_rates_of_the_catalogue(nvml, gpus, lin
     assert found.gpus[0].total_bytes - found.gpus[0].free_bytes == 500 * MIB
     assert found.gpus[0].flops("float16") == (fp16 and pytest.approx(fp16, rel=1e-3))
     assert (found.link_bytes_per_s, found.nodes, found.ranks_per_node, found.named, fake.is_open) == (
-        link,
-        1,
-        2,
-        False,
-        False,
-    )
+        link, 1, 2, False, False,
+    )  # fmt: skip
 
 
 def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml):

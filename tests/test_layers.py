@@ -18,24 +18,12 @@ PACKAGE = ROOT / "sft_play"
 LAYERS = {
     name: layer
     for layer, names in {
-        -1: "exit_codes",
-        0: "_version answers errors log spelling",
-        1: "text variables files",
-        2: "process starter",
-        3: "config machine models",
-        4: "runs planner data",
-        5: "documents training",
-        6: "trace",
-        7: "finished",
-        8: "launch",
-        9: "diagnose dist",
-        10: "commands api",
-        11: "cli",
-        12: "entry",
-        13: "__main__",
+        -1: "exit_codes", 0: "_version answers errors log spelling", 1: "text variables files", 2: "process starter",
+        3: "config machine models", 4: "runs planner data", 5: "documents training", 6: "trace", 7: "finished",
+        8: "launch", 9: "diagnose dist", 10: "commands api", 11: "cli", 12: "entry", 13: "__main__",
     }.items()
     for name in names.split()
-}
+}  # fmt: skip
 """Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
 
 STARTED = {("launch.torchrun", "launch.agent"): "the program that is run in the place of torch.distributed.run"}

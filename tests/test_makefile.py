@@ -370,15 +370,11 @@ def test_clean_removes_caches_and_leaves_environment_outputs_and_data(copy):
 
 
 # .ci/run
-@pytest.mark.parametrize(
-    ("tests", "lint_code", "passes", "last_line"),
-    [
-        ("def test_a(): pass\n", 0, True, r"1 passed in .*s"),
-        ("def test_a(): pass\ndef test_b(): assert 0\n", 0, False, r"1 failed, 1 passed in .*s"),
-        ("def test_a(): pass\n", 1, False, r"1 passed in .*s"),
-    ],
-    ids=["all passes", "a test fails", "lint fails"],
-)
+@pytest.mark.parametrize(("tests", "lint_code", "passes", "last_line"), [
+    ("def test_a(): pass\n", 0, True, r"1 passed in .*s"),
+    ("def test_a(): pass\ndef test_b(): assert 0\n", 0, False, r"1 failed, 1 passed in .*s"),
+    ("def test_a(): pass\n", 1, False, r"1 passed in .*s"),
+], ids=["all passes", "a test fails", "lint fails"])  # fmt: skip
 def test_ci_run_fails_when_it_should_and_ends_with_the_summary(tests, lint_code, passes, last_line, copy, tmp_path):
     (copy / "tests" / "test_one.py").write_text(tests, encoding="utf-8")
     environ = clean_environ(VENV=str(real_venv(tmp_path / "real", lint_code)))

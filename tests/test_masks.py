@@ -28,7 +28,7 @@ from sft_play.data.sources.messages import merge_turns
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
-from tests.models import CHATML, make_tokenizer
+from tests.models import CHATML
 
 Message = dict[str, Any]
 
@@ -57,14 +57,6 @@ PARAMETERS = {
     "type": "object", "properties": {"place": {"type": "string", "description": "Where."}}, "required": ["place"],
 }  # fmt: skip
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}},)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """A small byte-level tokenizer with ChatML's tokens; tests give it templates."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -871,16 +863,13 @@ def test_an_answer_that_begins_inside_its_prompts_last_token_is_split_there_and_
 
 # Tools and think text, with real templates.
 REAL = {
-    "bundled/tools": ("<|im_end|>",),
-    "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ("<|im_end|>",),
+    "bundled/tools": ("<|im_end|>",), "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ("<|im_end|>",),
     "llama.cpp/meta-llama-Llama-3.1-8B-Instruct": ("<|eot_id|>", "<|eom_id|>"),
     "llama.cpp/google-gemma-2-2b-it": ("<end_of_turn>",),
     "llama.cpp/Mistral-Small-3.2-24B-Instruct-2506": ("<|im_end|>",),  # it writes eos_token
-    "onnxruntime-extensions/gpt-oss": ("<|end|>", "<|return|>", "<|call|>"),
-    "trl/qwen3": ("<|im_end|>",),
-    "trl/phi3": ("<|end|>",),
-    "llama.cpp/Kimi-K2-Instruct": ("<|im_end|>",),
-}
+    "onnxruntime-extensions/gpt-oss": ("<|end|>", "<|return|>", "<|call|>"), "trl/qwen3": ("<|im_end|>",),
+    "trl/phi3": ("<|end|>",), "llama.cpp/Kimi-K2-Instruct": ("<|im_end|>",),
+}  # fmt: skip
 """Real templates and the ends of their turns, read by hand."""
 
 MARKUP = [

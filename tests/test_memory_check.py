@@ -106,12 +106,10 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
-        gpu(2, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
-        gpu(3, used=9 * GIB, listed=False),
-        gpu(4, used=GIB),
-        ranks=(rank(0, 11), rank(1, 21)),
+        gpu(2, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB), gpu(3, used=9 * GIB, listed=False),
+        gpu(4, used=GIB), ranks=(rank(0, 11), rank(1, 21)),
         hardware=dataclasses.replace(CPU, gpus=tuple(Gpu(n, "NVIDIA H100", GIB, GIB, (9, 0)) for n in (0, 2, 3))),
-    )
+    )  # fmt: skip
     check = read_memory_snapshot(output, {})
     assert [use.index for use in check.gpus] == [0, 1, 2, 3]  # what is visible here, or of the run
     assert (check.gpus[2].run_bytes, check.gpus[3].run_bytes) == (0, None)

@@ -27,15 +27,10 @@ EMPTY = {
 """Words that say how a value came here, and not what it is."""
 
 PUBLIC_FIELDS = {
-    "answers": {"found"},
-    "config.schema": {"how"},
-    "data.sources.formats": {"where"},
-    "data.sources.raw": {"where"},
-    "diagnose.machine_pages": {"said"},
-    "finished.listing": {"kept"},
-    "planner.precision": {"what"},
+    "answers": {"found"}, "config.schema": {"how"}, "data.sources.formats": {"where"}, "data.sources.raw": {"where"},
+    "diagnose.machine_pages": {"said"}, "finished.listing": {"kept"}, "planner.precision": {"what"},
     "training.heartbeat": {"where"},
-}
+}  # fmt: skip
 """Such names that are keys of YAML, JSON or recorded data, by module."""
 
 

@@ -20,7 +20,6 @@ from sft_play.training.loop import callbacks as finite
 from sft_play.training.loop.loop import PlannedLoop
 from tests import warm
 from tests.conftest import ROOT, clean_environment
-from tests.models import uneven_run
 from tests.test_train import assert_same_bits, losses, metrics, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -170,15 +169,6 @@ if os.environ.get("RANK") == "1":
     spoil({int(step) for step in os.environ["SPOILED"].split()})
 """
 """sitecustomize.py: the second rank's gradient of one tensor is NaN in some steps."""
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama) -> Path:
-    folder = tmp_path_factory.mktemp("not-finite")
-    uneven_run(folder, tiny_llama)
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(RANKS)
-    return folder
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [

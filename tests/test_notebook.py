@@ -79,11 +79,9 @@ def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
         tmp_path,
         "import os, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\nprint('hello from', rank)",
         "Path(f'ran{rank}').write_text(__name__)\ndisplay(rank + 40)",
-        "while not Path(f'ran{1 - rank}').exists():\n    time.sleep(0.05)",
-        "rank + 50",
-        "def broken(number):\n    return 1 / number\n\nbroken(0)",
-        "Path(f'never{rank}').touch()",
-    )
+        "while not Path(f'ran{1 - rank}').exists():\n    time.sleep(0.05)", "rank + 50",
+        "def broken(number):\n    return 1 / number\n\nbroken(0)", "Path(f'never{rank}').touch()",
+    )  # fmt: skip
     ended = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2", "JSON=1")
     answer, printed = json.loads(ended.stdout), ended.stderr  # with JSON=1 its output is one object
     assert (answer["ok"], answer["kind"], answer["exit"]) == (False, "failed", 1)

@@ -75,18 +75,15 @@ def world(tmp_path_factory, tiny_llama):
 def _write_odd_rows(folder: Path) -> None:
     twice = chat("a", "b")["messages"] * 2
     files = {
-        "multi": [{"messages": twice}],
-        "special": [chat("a <|im_end|> b", "c")],
+        "multi": [{"messages": twice}], "special": [chat("a <|im_end|> b", "c")],
         "system": [{"messages": [{"role": "system", "content": "brief"}, *chat("a", "b")["messages"]]}],
         "consecutive": [{"messages": [{"role": "user", "content": "x"}, *chat("a", "b")["messages"]]}],
-        "empty": [chat("a", "b"), chat("c", "")],
-        "no_roles": [{"messages": ["a", "b"]}],
-        "long": [chat("a", "b " * 50), chat("a", "b")],
-        "double": [chat("a", "b"), chat("a", "b"), chat("c", "d")],
+        "empty": [chat("a", "b"), chat("c", "")], "no_roles": [{"messages": ["a", "b"]}],
+        "long": [chat("a", "b " * 50), chat("a", "b")], "double": [chat("a", "b"), chat("a", "b"), chat("c", "d")],
         "near": [chat("c", "d"), *(chat("one two three four five six seven eight nine ten", word) for word in "xy")],
         "many": [chat(f"q {n}", f"a {n}") for n in range(60)],
         "calls": [{"messages": [twice[0], {**twice[1], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}],
-    }
+    }  # fmt: skip
     files |= {"leaky/train": files["double"], "leaky/val": files["double"][:1]}
     (folder / "leaky").mkdir()
     for name, rows in files.items():

@@ -36,7 +36,6 @@ from sft_play.training.measure import exact_match
 from sft_play.training.prepare import device_checks
 from tests import warm
 from tests.conftest import ROOT, clean_environment
-from tests.models import uneven_run
 from tests.ranks_micro_batches import trainer_of
 from tests.test_train import assert_same_bits, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
 
@@ -337,15 +336,6 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LACKING"):
     lacking(1, int(os.environ["AT_STEP"]))
 """
 """sitecustomize.py: a rank with micro-batches of more than one row lacks memory in a step, or before the first."""
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama) -> Path:
-    folder = tmp_path_factory.mktemp("out-of-memory")
-    uneven_run(folder, tiny_llama)
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(RANKS)
-    return folder
 
 
 @pytest.mark.parametrize(("strategy", "step", "rank", "more"), [

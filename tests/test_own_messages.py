@@ -31,7 +31,7 @@ from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
 from tests.bundled import FILES, template_of, there
 from tests.conftest import write_rows, write_run
-from tests.models import CHATML, make_tokenizer
+from tests.models import CHATML
 
 pytestmark = pytest.mark.build
 PARTS = (
@@ -64,15 +64,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "other names": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}],
     "empty calls": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": []}],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def example_of(messages: Any) -> Any:

@@ -135,13 +135,11 @@ BASE = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KEEP_APART: dict[str, dict[str, Any]] = {
-    "llama": BASE,
-    "mistral": {**BASE, "sliding_window": 4},
-    "gemma2": {**BASE, "head_dim": 8, "sliding_window": 4},
+    "llama": BASE, "mistral": {**BASE, "sliding_window": 4}, "gemma2": {**BASE, "head_dim": 8, "sliding_window": 4},
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "qwen3_moe": {**BASE, "head_dim": 8, **EXPERTS},
     "llama4_text": {**BASE, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "num_hidden_layers": 4},
-}
+}  # fmt: skip
 ATTENTION = [(kind, name) for kind in KEEP_APART for name in ("sdpa", "eager") if (kind, name) != ("gemma2", "sdpa")]
 
 

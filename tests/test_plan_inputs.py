@@ -282,14 +282,12 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
 
 
 REFUSED = {
-    "output.name=../esc": "one word without separators",
-    "output.name=taken": "outputs/taken exists",
+    "output.name=../esc": "one word without separators", "output.name=taken": "outputs/taken exists",
     "output.dir=pipe": "output.dir=pipe cannot be a folder: it is a file",
     "data.train_path=broken.parquet": "broken.parquet is Parquet that cannot be read",
-    "data.train_path=late.jsonl": "late.jsonl:129",
-    "train.report_to=[trackio]": "trackio is not installed",
+    "data.train_path=late.jsonl": "late.jsonl:129", "train.report_to=[trackio]": "trackio is not installed",
     "model.attn_implementation=kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567": "kernels",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "why"), REFUSED.items(), ids=lambda one: one[:40])

@@ -42,22 +42,17 @@ MACHINES = (
     "1xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS,ram=200GiB",
 )  # fmt: skip
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "tuning.mode": ("qlora", "lora", "full"),
-    "model.max_seq_len": (256, 1000, 2048, 4096, 16384),
+    "tuning.mode": ("qlora", "lora", "full"), "model.max_seq_len": (256, 1000, 2048, 4096, 16384),
     "model.dtype": ("auto", "auto", "float32"),
     "model.attn_implementation": ("auto", "auto", "auto", "sdpa", "eager", "flash_attention_2"),
-    "task_mode": ("sft", "sft", "cpt"),
-    "data.packing": ("none", "none", "best_fit"),
-    "tuning.lora.r": (4, 16, 64),
-    "tuning.lora.dropout": (0.0, 0.0, 0.05),
-    "tuning.lora.use_dora": (False, False, False, True),
+    "task_mode": ("sft", "sft", "cpt"), "data.packing": ("none", "none", "best_fit"), "tuning.lora.r": (4, 16, 64),
+    "tuning.lora.dropout": (0.0, 0.0, 0.05), "tuning.lora.use_dora": (False, False, False, True),
     "tuning.lora.target_modules": ("auto", "auto", "[q_proj, v_proj]", "[down_proj]"),
     "train.effective_batch_size": (8, 32, 32, 48),
     "train.optim": ("adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"),
-    "train.gradient_checkpointing": ("auto", "auto", True, False, 5),
-    "train.bf16": ("auto", "auto", "auto", False),
+    "train.gradient_checkpointing": ("auto", "auto", True, False, 5), "train.bf16": ("auto", "auto", "auto", False),
     "eval.batch_size": ("auto", 1, 16),
-}
+}  # fmt: skip
 
 
 def settings() -> dict[str, tuple[str, str, list[str], bool]]:

@@ -338,13 +338,10 @@ def test_data_versions_machine_and_plan_are_compared_too(tmp_path, plan_of):
     plan = json.loads((two.path / "plan.json").read_text())
     (two.path / "plan.json").write_text(json.dumps({**plan, "layout": "fsdp", "ranks": 2}))
     assert find_differences([read_record(one), read_record(two)]) == {
-        "plan: layout": ("single", "fsdp"),
-        "plan: ranks": (1, 2),
-        "content of train": ("a" * 12, "e" * 12),
-        "version of torch": ("2.13.0", "2.14.0"),
-        "machine": ("A CPU", "H100, H100"),
+        "plan: layout": ("single", "fsdp"), "plan: ranks": (1, 2), "content of train": ("a" * 12, "e" * 12),
+        "version of torch": ("2.13.0", "2.14.0"), "machine": ("A CPU", "H100, H100"),
         "commit": ("0123456789ab", None),
-    }
+    }  # fmt: skip
 
 
 def test_runs_are_refused_before_anything_is_written(tmp_path):

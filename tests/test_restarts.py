@@ -23,7 +23,6 @@ from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, O
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
 from tests.conftest import ROOT, clean_environment, write_run
-from tests.models import uneven_run
 from tests.test_train import assert_same_bits, losses, weights
 
 pytestmark = pytest.mark.build
@@ -180,15 +179,6 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("DYING"):
     dying(*(int(os.environ[name]) for name in ("AT_STEP", "TIMES", "SIGNAL")))
 """
 """sitecustomize.py: a rank that gets a signal in a step, so many times."""
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama) -> Path:
-    folder = tmp_path_factory.mktemp("restarts")
-    uneven_run(folder, tiny_llama)
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(RANKS)
-    return folder
 
 
 def begun(world: Path, command: str, name: str, *words: str, **environ: str) -> tuple[int, str]:

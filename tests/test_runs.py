@@ -161,11 +161,9 @@ def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
 
 
 SECRETS = {
-    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx",
-    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCY",
-    "MY_DB_PASSWORD": "correct-horse-battery",
-    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
-}
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx", "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCY",
+    "MY_DB_PASSWORD": "correct-horse-battery", "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+}  # fmt: skip
 
 
 def test_no_secret_reaches_a_file_of_the_run(tmp_path, monkeypatch):

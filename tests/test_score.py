@@ -158,12 +158,10 @@ def test_a_spread_names_the_worst_on_either_side_and_strategies_are_grouped_by_t
 
 def test_rows_groups_and_reasons(tmp_path: Path) -> None:
     rows = [
-        ROW,
-        {**ROW, "id": "b", "class": "B", "peak_reserved_gib": ""},
-        {**ROW, "id": "c", "peak_allocated_gib": "0.5"},
-        {**ROW, "id": "d", "class": "D"},
+        ROW, {**ROW, "id": "b", "class": "B", "peak_reserved_gib": ""},
+        {**ROW, "id": "c", "peak_allocated_gib": "0.5"}, {**ROW, "id": "d", "class": "D"},
         {**ROW, "id": "e", "mode": "qlora", "quant": "gptq-int4"},
-    ]
+    ]  # fmt: skip
     asked: list[ScriptSettings] = []
 
     def trace(settings: ScriptSettings) -> TracedPeak:

@@ -120,15 +120,12 @@ def test_the_table_is_pytorch_s_dispatch():
     assert met == {"cudnn", "flash", "efficient", "math"}
 
 
-@pytest.mark.parametrize(
-    ("built", "packages", "found"),
-    [
-        ("13.0", {"nvidia-cudnn-cu13": "9.20.0.48"}, ((13, 0), 92000)),
-        ("12.6", {"nvidia-cudnn-cu12": "9.10.2.21"}, ((12, 6), 91002)),
-        ("12.8", {}, ((12, 8), 0)),  # conda's, or a container's: not known, so not counted on
-        (None, {}, ((13, 0), 92000)),  # a build for CPUs: the plan is for another machine
-    ],
-)
+@pytest.mark.parametrize(("built", "packages", "found"), [
+    ("13.0", {"nvidia-cudnn-cu13": "9.20.0.48"}, ((13, 0), 92000)),
+    ("12.6", {"nvidia-cudnn-cu12": "9.10.2.21"}, ((12, 6), 91002)),
+    ("12.8", {}, ((12, 8), 0)),  # conda's, or a container's: not known, so not counted on
+    (None, {}, ((13, 0), 92000)),  # a build for CPUs: the plan is for another machine
+])  # fmt: skip
 def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, packages, found):
     monkeypatch.setattr(software, "torch_cuda_version", lambda: built)
     monkeypatch.setattr(software, "installed_version", packages.get)

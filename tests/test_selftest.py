@@ -1,5 +1,6 @@
 """gpu-selftest: its verdicts on random figures, what it leaves out, what breaks, and a few of its parts on the CPU."""
 
+import functools
 import itertools
 import json
 import os
@@ -28,6 +29,7 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.text import GIB
 from tests import warm
 from tests.conftest import ROOT
+from tests.test_plan_truth import measured
 
 MACHINE: dict[str, Any] = {"gpus": [], "cpu_name": "CPU", "cpu_cores": 2, "ram_bytes": 8 * GIB}
 ALONE = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB)
@@ -63,36 +65,29 @@ UPDATES = {"weights": ["nf4", "float32"], "adapters": ["float32"], "masters": []
            "moved_share": 1.0, "rounding": "float32", "lost": False}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mode", "changes", "said"),
-    [
-        ("qlora", {}, None),
-        ("full", {"weights": ["float32"], "adapters": []}, None),
-        ("full", {"weights": ["bfloat16"], "adapters": [], "rounding": "stochastic", "moved_share": 0.1}, None),
-        ("full", {"weights": ["bfloat16"], "adapters": []}, "weights are bfloat16, and the plan says float32"),
-        ("qlora", {"weights": ["bfloat16"]}, "not NF4"),
-        ("qlora", {"adapters": ["float32", "bfloat16"]}, "adapters are float32 and bfloat16"),
-        ("lora", {"adapters": []}, "adapters are absent"),
-        ("lora", {"optimizer_states": ["bfloat16"]}, "optimizer states are bfloat16"),
-        ("lora", {"moved_share": 0.2, "lost": True}, "a step moves 20.0% of what trains: updates are lost"),
-        ("lora", {"moved_share": None}, "no step was examined"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "changes", "said"), [
+    ("qlora", {}, None), ("full", {"weights": ["float32"], "adapters": []}, None),
+    ("full", {"weights": ["bfloat16"], "adapters": [], "rounding": "stochastic", "moved_share": 0.1}, None),
+    ("full", {"weights": ["bfloat16"], "adapters": []}, "weights are bfloat16, and the plan says float32"),
+    ("qlora", {"weights": ["bfloat16"]}, "not NF4"),
+    ("qlora", {"adapters": ["float32", "bfloat16"]}, "adapters are float32 and bfloat16"),
+    ("lora", {"adapters": []}, "adapters are absent"),
+    ("lora", {"optimizer_states": ["bfloat16"]}, "optimizer states are bfloat16"),
+    ("lora", {"moved_share": 0.2, "lost": True}, "a step moves 20.0% of what trains: updates are lost"),
+    ("lora", {"moved_share": None}, "no step was examined"),
+])  # fmt: skip
 def test_dtypes_and_lost_updates_are_found(mode, changes, said):
     found = checks.update_problems({**UPDATES, **changes}, mode=mode)
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<...>"], "flash"),
-        (["aten::_scaled_dot_product_efficient_attention", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"], "efficient"),
-        (["aten::_scaled_dot_product_cudnn_attention", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"], "cudnn"),
-        (["aten::_scaled_dot_product_attention_math", "softmax_warp_forward", "ampere_bf16_s16816gemm"], "math"),
-        (["aten::mm"], "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("names", "kind"), [
+    (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<...>"], "flash"),
+    (["aten::_scaled_dot_product_efficient_attention", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"], "efficient"),
+    (["aten::_scaled_dot_product_cudnn_attention", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"], "cudnn"),
+    (["aten::_scaled_dot_product_attention_math", "softmax_warp_forward", "ampere_bf16_s16816gemm"], "math"),
+    (["aten::mm"], "unknown"),
+])  # fmt: skip
 def test_kernels_are_told_by_their_names(names, kind):
     assert probes.kind_of(names) == kind
 
@@ -243,18 +238,18 @@ def numbers(**changes: Any) -> dict[str, Any]:
 
 def test_speed_is_judged_of_full_rows_and_each_moment_where_it_was_measured():
     slow, little, much = numbers(tokens_per_s=10.0), numbers(allocated=GIB), numbers(reserved=4 * GIB)
-    for measured, rows, wrong in (
+    for figures, rows, wrong in (
         (slow, "equal", 1), (slow, "packed", 1), (slow, "unequal", 0), (little, "equal", 1), (little, "unequal", 0),
         (much, "unequal", 1),
     ):  # fmt: skip
-        assert len(trials.find_problems(numbers(), measured, rows=rows)) == wrong
+        assert len(trials.find_problems(numbers(), figures, rows=rows)) == wrong
     assert trials.find_problems(numbers(tokens_per_s=None), slow, rows="equal") == []
     for name, share in (("load", trials.LOAD_MARGIN), ("save", 0.0), ("evaluate", 0.0)):
         promised = numbers()["moments"][name]
         edge = promised + trials.MARGIN_BYTES + int(promised * share)
         for held, wrong in ((edge, 0), (edge + 1, 1), (None, 0)):
-            measured = numbers(moments={**numbers()["moments"], name: held})
-            assert len(trials.find_problems(numbers(), measured, rows="unequal")) == wrong
+            figures = numbers(moments={**numbers()["moments"], name: held})
+            assert len(trials.find_problems(numbers(), figures, rows="unequal")) == wrong
 
 
 def test_the_first_steps_do_not_count_for_the_speed(tmp_path):
@@ -400,14 +395,9 @@ def test_what_a_machine_or_its_packages_lack_is_left_out_by_name(monkeypatch):
     assert found["environment/nf4"] is found["several/all-reduce"] is None
 
 
-def measured_run(**changes: Any) -> calibration.MeasuredRun:
-    usual = {
-        "device": "GPU", "mode": "lora", "layout": "single", "model": calibration.SELFTEST_MODEL,
-        "micro_batch": 4, "seq_len": 512,
-        "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1500,
-        "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 70.0, "versions": "", "finished": "",
-    }  # fmt: skip
-    return calibration.MeasuredRun(**{**usual, **changes})
+measured_run = functools.partial(
+    measured, model=calibration.SELFTEST_MODEL, measured_reserved=1500, measured_tokens_per_s=70.0
+)
 
 
 def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():

@@ -141,18 +141,14 @@ def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(ch
     assert all(part in output.err for part in parts), output.err
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "rebuilds"),
-    [
-        ("requirements.lock", "alpha==1.0", "alpha==1.1", True),
-        ("pyproject.toml", '"rich>=13"', '"rich>=14"', True),
-        ("pyproject.toml", '"mypy>=1.15"', '"mypy>=1.16"', True),
-        ("pyproject.toml", "sft_play.entry:main", "sft_play.entry:other", True),
-        ("pyproject.toml", "setuptools>=77", "setuptools>=78", True),
-        ("requirements.lock", "# pins", "# other words\n", False),
-        ("pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"', False),
-    ],
-)
+@pytest.mark.parametrize(("name", "old", "new", "rebuilds"), [
+    ("requirements.lock", "alpha==1.0", "alpha==1.1", True), ("pyproject.toml", '"rich>=13"', '"rich>=14"', True),
+    ("pyproject.toml", '"mypy>=1.15"', '"mypy>=1.16"', True),
+    ("pyproject.toml", "sft_play.entry:main", "sft_play.entry:other", True),
+    ("pyproject.toml", "setuptools>=77", "setuptools>=78", True),
+    ("requirements.lock", "# pins", "# other words\n", False),
+    ("pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"', False),
+])  # fmt: skip
 def test_pins_that_change_rebuild_from_nothing_and_nothing_else_does(name, old, new, rebuilds, ready, capfd):
     (ready / ".venv" / "left over").mkdir()
     capfd.readouterr()
@@ -164,16 +160,13 @@ def test_pins_that_change_rebuild_from_nothing_and_nothing_else_does(name, old, 
     setup_env.ensure(ready, {}, never)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda venv: (venv / "bin" / "python").rename(venv / "bin" / "gone"),
-        lambda venv: setup_env.empty(venv) or (venv / STAMP).unlink(),  # as an interrupted first step leaves it
-        lambda venv: (venv / STAMP).write_text("", encoding="utf-8"),
-        lambda venv: (venv / STAMP).write_text("ready 0000 python 3.11\n", encoding="utf-8"),
-        lambda venv: venv.parent.rename(venv.parent.with_name("moved")),  # its scripts name the old place
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    lambda venv: (venv / "bin" / "python").rename(venv / "bin" / "gone"),
+    lambda venv: setup_env.empty(venv) or (venv / STAMP).unlink(),  # as an interrupted first step leaves it
+    lambda venv: (venv / STAMP).write_text("", encoding="utf-8"),
+    lambda venv: (venv / STAMP).write_text("ready 0000 python 3.11\n", encoding="utf-8"),
+    lambda venv: venv.parent.rename(venv.parent.with_name("moved")),  # its scripts name the old place
+])  # fmt: skip
 def test_an_environment_that_is_damaged_or_moved_is_built_anew(damage, ready):
     damage(ready / ".venv")
     assert built(ready if ready.exists() else ready.with_name("moved")).builds == 1
@@ -588,21 +581,16 @@ def chosen(machine, asked="", configured=""):
     return choice.name, choice.source
 
 
-@pytest.mark.parametrize(
-    ("machine", "name", "source"),
-    [
-        (linux("580.65.06", L4), "cu130", None),  # what the public index has
-        (linux("579.99", L4), "cu126", CUDA_12_INDEX),
-        (linux("535.54"), "cu126", CUDA_12_INDEX),  # the kernel tells of no GPUs
-        (linux("580.65.06", V100), "cu126", CUDA_12_INDEX),  # no kernels for 7.0 in CUDA 13's
-        (linux("580.65.06", L4, V100), "cu126", CUDA_12_INDEX),
-        (linux("580.65.06", ("NVIDIA GH200 480GB", (9, 0)), arch="aarch64"), "cu130", torch_build.WHEELS + "cu130"),
-        (linux(), "cpu", CPU_INDEX),
-        (linux(arch="aarch64"), "cpu", None),
-        (Machine("darwin", "arm64"), "index", None),
-        (linux(arch="ppc64le"), "index", None),
-    ],
-)
+@pytest.mark.parametrize(("machine", "name", "source"), [
+    (linux("580.65.06", L4), "cu130", None),  # what the public index has
+    (linux("579.99", L4), "cu126", CUDA_12_INDEX),
+    (linux("535.54"), "cu126", CUDA_12_INDEX),  # the kernel tells of no GPUs
+    (linux("580.65.06", V100), "cu126", CUDA_12_INDEX),  # no kernels for 7.0 in CUDA 13's
+    (linux("580.65.06", L4, V100), "cu126", CUDA_12_INDEX),
+    (linux("580.65.06", ("NVIDIA GH200 480GB", (9, 0)), arch="aarch64"), "cu130", torch_build.WHEELS + "cu130"),
+    (linux(), "cpu", CPU_INDEX), (linux(arch="aarch64"), "cpu", None), (Machine("darwin", "arm64"), "index", None),
+    (linux(arch="ppc64le"), "index", None),
+])  # fmt: skip
 def test_the_driver_and_the_gpus_decide_the_build(machine, name, source):
     assert chosen(machine) == (name, source)
 

@@ -493,16 +493,12 @@ def by_tokens(generator, rows):
     return base, base - 3.0 / tokens + generator.normal(0, 0.2, rows), tokens
 
 
-@pytest.mark.parametrize(
-    ("draw", "truth", "rows", "level", "least", "most"),
-    [
-        (drawn_losses, -0.3, 8, 0.95, 0.92, 0.98),  # the standard error of 400 trials is 1.1 points
-        (matches, 0.2, 60, 0.95, 0.92, 0.98),
-        (by_tokens, -3.0 / 30.5, 60, 0.95, 0.92, 0.98),
-        (drawn_losses, -0.3, 40, 0.8, 0.74, 0.86),
-        (lambda *given: (*by_tokens(*given)[:2], None), -3.0 / 30.5, 60, 0.95, 0.0, 0.5),  # not the mean over tokens
-    ],
-)
+@pytest.mark.parametrize(("draw", "truth", "rows", "level", "least", "most"), [
+    (drawn_losses, -0.3, 8, 0.95, 0.92, 0.98),  # the standard error of 400 trials is 1.1 points
+    (matches, 0.2, 60, 0.95, 0.92, 0.98), (by_tokens, -3.0 / 30.5, 60, 0.95, 0.92, 0.98),
+    (drawn_losses, -0.3, 40, 0.8, 0.74, 0.86),
+    (lambda *given: (*by_tokens(*given)[:2], None), -3.0 / 30.5, 60, 0.95, 0.0, 0.5),  # not the mean over tokens
+])  # fmt: skip
 def test_intervals_hold_the_true_difference_as_often_as_their_level_says(draw, truth, rows, level, least, most):
     generator, held, trials = np.random.default_rng(7), 0, 400
     for _ in range(trials):

@@ -206,16 +206,13 @@ def test_the_starter_reaches_95_percent(cache, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.story
-@pytest.mark.parametrize(
-    ("file", "overrides"),
-    [
-        ("sft/gsm8k/train.jsonl", ["model.max_seq_len=512", "eval.generate_rows=0"]),
-        ("sft/llamafactory/identity.json", ["model.max_seq_len=512"]),
-        ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", ["model.max_seq_len=1024"]),
-        ("sft/openai_cookbook/drone_training_first3.jsonl", ["model.max_seq_len=8192"]),
-        ("corpora/tinyshakespeare.txt", ["task_mode=cpt"]),
-    ],
-)
+@pytest.mark.parametrize(("file", "overrides"), [
+    ("sft/gsm8k/train.jsonl", ["model.max_seq_len=512", "eval.generate_rows=0"]),
+    ("sft/llamafactory/identity.json", ["model.max_seq_len=512"]),
+    ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", ["model.max_seq_len=1024"]),
+    ("sft/openai_cookbook/drone_training_first3.jsonl", ["model.max_seq_len=8192"]),
+    ("corpora/tinyshakespeare.txt", ["task_mode=cpt"]),
+])  # fmt: skip
 def test_real_files_train_on_the_starters_base(cache, tmp_path, file, overrides):
     fixed = ["train.max_steps=2", "eval.before_training=false", "train.effective_batch_size=4", "eval.generate_rows=2"]
     fixed += [f"output.dir={tmp_path}", "output.name=one", f"data.train_path={shared(file)}"]

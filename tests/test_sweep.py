@@ -182,16 +182,11 @@ def test_a_config_that_changes_meanwhile_is_not_trained(world, monkeypatch):
         assert (cell.state, "has changed since the sweep began" in str(cell.error)) == ("failed", True)
 
 
-@pytest.mark.parametrize(
-    ("code", "written", "status", "state", "said"),
-    [
-        (0, "{}", "finished", "finished", None),
-        (130, "{}", "stopped", "stopped", "the same command resumes it"),
-        (2, '{"error": "no room"}', None, "failed", "no room"),
-        (-9, "", "running", "failed", "signal 9"),
-        (1, "not json", "failed", "failed", "exit code 1"),
-    ],
-)
+@pytest.mark.parametrize(("code", "written", "status", "state", "said"), [
+    (0, "{}", "finished", "finished", None), (130, "{}", "stopped", "stopped", "the same command resumes it"),
+    (2, '{"error": "no room"}', None, "failed", "no room"), (-9, "", "running", "failed", "signal 9"),
+    (1, "not json", "failed", "failed", "exit code 1"),
+])  # fmt: skip
 def test_what_a_cells_process_says_decides_its_state(world, monkeypatch, code, written, status, state, said):
     planned = cells(LISTED)
 

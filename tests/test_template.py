@@ -95,17 +95,13 @@ def test_a_template_is_given_what_transformers_gives_it():
     assert made.render([{"role": "assistant", "content": "x", "reasoning": "why"}]) == "05 Mar 2026<s>think<awhyawhy>"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{% for m in messages %}", "the chat template is not valid Jinja"),
-        ("a\nb\n{{ nothing | closed", r"\(line 3\)"),
-        ("{% nonsense %}", "unknown tag 'nonsense'"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
-        ("{{ ((10 ** 1000) ** 1000) ** 1000 }}", "does not end in reasonable time or size: more than 0.3 seconds"),
-        ("{% break %}", "outside loop"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("{% for m in messages %}", "the chat template is not valid Jinja"), ("a\nb\n{{ nothing | closed", r"\(line 3\)"),
+    ("{% nonsense %}", "unknown tag 'nonsense'"),
+    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+    ("{{ ((10 ** 1000) ** 1000) ** 1000 }}", "does not end in reasonable time or size: more than 0.3 seconds"),
+    ("{% break %}", "outside loop"),
+])  # fmt: skip
 def test_what_is_no_template_is_a_tokenizer_error_with_its_place(source, message, short_limit):
     with pytest.raises(TokenizerError, match=message):
         template(source)
@@ -180,14 +176,11 @@ def test_a_rendering_that_was_interrupted_gives_its_text_to_no_other(monkeypatch
     assert template("other").render(CHAT) == "other"
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("{{ ['a', 'b'] | random }}", "something else each time, by chance"),
-        ("{{ lipsum() }}", "something else each time, by chance"),
-        ("{{ raise_exception('must\x1b[31m alternate\nhere') }}", r"^must\\x1b\[31m alternate\\nhere$"),
-    ],
-)
+@pytest.mark.parametrize(("source", "said"), [
+    ("{{ ['a', 'b'] | random }}", "something else each time, by chance"),
+    ("{{ lipsum() }}", "something else each time, by chance"),
+    ("{{ raise_exception('must\x1b[31m alternate\nhere') }}", r"^must\\x1b\[31m alternate\\nhere$"),
+])  # fmt: skip
 def test_what_raises_or_writes_by_chance_is_a_render_error_on_one_line(source, said):
     with pytest.raises(RenderError, match=said):
         template(source).render(CHAT)

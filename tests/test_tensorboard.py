@@ -244,15 +244,12 @@ def test_on_another_host_there_is_one_of_its_own_and_it_says_that_there_is_no_pa
     assert board.running_servers() == [first]
 
 
-@pytest.mark.parametrize(
-    ("environment", "why"),
-    [
-        ({"TB_PORT": "80x"}, "TB_PORT=80x is not a whole number from 1"),
-        ({"TB_PORT": "65536"}, "TB_PORT=65536 is not a port; ports go from 1 to 65535"),
-        ({"TB_HOST": "192.0.2.1"}, "192.0.2.1 cannot be listened on: Cannot assign requested address"),
-        ({"TB_HOST": "no such host"}, "no such host cannot be listened on: "),
-    ],
-)
+@pytest.mark.parametrize(("environment", "why"), [
+    ({"TB_PORT": "80x"}, "TB_PORT=80x is not a whole number from 1"),
+    ({"TB_PORT": "65536"}, "TB_PORT=65536 is not a port; ports go from 1 to 65535"),
+    ({"TB_HOST": "192.0.2.1"}, "192.0.2.1 cannot be listened on: Cannot assign requested address"),
+    ({"TB_HOST": "no such host"}, "no such host cannot be listened on: "),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake, caplog, environment, why):
     with board.sidecar(tmp_path / "tb", environment=environment, python=fake) as sidecar:
         assert sidecar is None

@@ -50,11 +50,9 @@ def as_text(arguments: Any) -> str:
 def row(*calls: dict[str, Any], content: Any = "", tools: Any = TOOLS) -> dict[str, Any]:
     results = [{"role": "tool", "name": "get_weather", "tool_call_id": one.get("id"), "content": "ok"} for one in calls]
     messages = [
-        {"role": "user", "content": "Rain?"},
-        {"role": "assistant", "content": content, "tool_calls": list(calls)},
-        *results,
-        {"role": "assistant", "content": "Yes."},
-    ]
+        {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": content, "tool_calls": list(calls)},
+        *results, {"role": "assistant", "content": "Yes."},
+    ]  # fmt: skip
     return {"messages": messages, "tools": tools}
 
 

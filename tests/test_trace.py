@@ -75,25 +75,19 @@ GPT2 = {
 
 
 CASES = {
-    "full": {},
-    "full, no checkpointing": {"checkpointing": False},
-    "full, no autocast": {"autocast": None, "checkpointing": False},
-    "lora": {"mode": "lora", "peft": LORA},
-    "dora": {"mode": "lora", "peft": {**LORA, "use_dora": True}},
-    "qlora": {"mode": "qlora", "peft": LORA},
+    "full": {}, "full, no checkpointing": {"checkpointing": False},
+    "full, no autocast": {"autocast": None, "checkpointing": False}, "lora": {"mode": "lora", "peft": LORA},
+    "dora": {"mode": "lora", "peft": {**LORA, "use_dora": True}}, "qlora": {"mode": "qlora", "peft": LORA},
     "qdora": {"mode": "qlora", "peft": {**LORA, "use_dora": True}, "checkpointing": False},
     "dropout, reentrant": {"mode": "lora", "peft": {**LORA, "lora_dropout": 0.1}, "reentrant": True},
-    "tied": {"model": TIED},
-    "tied, whole logits held": {"model": TIED, "loss": "logits", "holds_outputs": True},
+    "tied": {"model": TIED}, "tied, whole logits held": {"model": TIED, "loss": "logits", "holds_outputs": True},
     "foreach, shifted logits": {"loss": "logits_shifted", "optimizer": "adamw_foreach"},
-    "sliding windows": {"model": GEMMA3},
-    "layer norms and stepwise gelu": {"model": GPT2, "checkpointing": False},
+    "sliding windows": {"model": GEMMA3}, "layer norms and stepwise gelu": {"model": GPT2, "checkpointing": False},
     "evaluation": {"model": GEMMA3, "mode": "lora", "peft": LORA, "eval_batch": 4},
     "accumulation, two of three layers checkpointed": {"grad_accum": 3, "checkpointed_layers": 2},
-    "fp32 weights, sgd": {"weights": "float32", "optimizer": "sgd"},
-    "adafactor": {"optimizer": "adafactor"},
+    "fp32 weights, sgd": {"weights": "float32", "optimizer": "sgd"}, "adafactor": {"optimizer": "adafactor"},
     "fp16, no mask": {"mask": "none", "weights": "float16", "autocast": None},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,12 +155,10 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         trainer = PlannedTrainer(
             plan=plan,
             model=AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager"),
-            args=args,
-            train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+            args=args, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
             processing_class=AutoTokenizer.from_pretrained(tmp_path),
-            peft_config=build.parse_peft_config(settings.peft) if settings.peft else None,
-            callbacks=[Marks(log)],
-        )
+            peft_config=build.parse_peft_config(settings.peft) if settings.peft else None, callbacks=[Marks(log)],
+        )  # fmt: skip
         trainer.train()
     trained = phase_peaks(log)
     workspaces = 2 * cublas_workspace_bytes((8, 0))
@@ -400,15 +392,12 @@ def test_ddp_adds_one_copy_of_the_trained_gradients():
     assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": {"model_type": "no_such_model"}}, "no_such_model"),
-        ({"model": {"model_type": "t5"}}, "causal language model"),
-        ({"optimizer": "adam_of_tomorrow"}, "adam_of_tomorrow"),
-        ({"mode": "lora", "peft": {"peft_type": "MAGIC"}}, "MAGIC"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model": {"model_type": "no_such_model"}}, "no_such_model"),
+    ({"model": {"model_type": "t5"}}, "causal language model"),
+    ({"optimizer": "adam_of_tomorrow"}, "adam_of_tomorrow"),
+    ({"mode": "lora", "peft": {"peft_type": "MAGIC"}}, "MAGIC"),
+])  # fmt: skip
 def test_what_cannot_be_traced_says_why(changes, words):
     with pytest.raises(TraceUnavailable, match=words):
         step.trace_step(dataclasses.replace(SMALL, **changes))

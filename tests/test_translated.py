@@ -139,23 +139,18 @@ def test_a_default_never_counts_against_the_file():
         assert config_of(TRL, rows=rows).data.loss_on == loss_on
 
 
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        ("roles_to_train: [user]", "not the turns of other roles alone"),
-        ("roles_to_train: []", "does not say train: false"),
-        ("type: {field_output: a, format: '[INST] {instruction} [/INST]'}", "the model's chat template writes them"),
-        ("train_on_split: test", "load_dataset(…, split=test)"),
-        ("train_on_eos: last", "the end of every trained answer is trained"),
-        ("message_field_training: keep_me", "rename it to train in the rows"),
-        ("type: alpaca", "not as Alpaca's text"),
-        ("type: chat_template", None),
-        ("message_property_mappings: {role: wer, content: was}", "rename it in the rows"),
-        ("message_property_mappings: {role: from, content: value}", None),
-        ("chat_template: llama3", "the model's own chat template is used"),
-        ("unheard_of: 1", "there is no such option here"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "said"), [
+    ("roles_to_train: [user]", "not the turns of other roles alone"),
+    ("roles_to_train: []", "does not say train: false"),
+    ("type: {field_output: a, format: '[INST] {instruction} [/INST]'}", "the model's chat template writes them"),
+    ("train_on_split: test", "load_dataset(…, split=test)"),
+    ("train_on_eos: last", "the end of every trained answer is trained"),
+    ("message_field_training: keep_me", "rename it to train in the rows"), ("type: alpaca", "not as Alpaca's text"),
+    ("type: chat_template", None), ("message_property_mappings: {role: wer, content: was}", "rename it in the rows"),
+    ("message_property_mappings: {role: from, content: value}", None),
+    ("chat_template: llama3", "the model's own chat template is used"),
+    ("unheard_of: 1", "there is no such option here"),
+])  # fmt: skip
 def test_what_axolotl_says_of_a_data_set_is_taken_or_named(entry, said):
     text = f"{AXOLOTL}datasets:\n  - path: my.jsonl\n    {entry}\n"
     key, found = re.split(r"[:{ ]", entry)[0], comments(text)
@@ -270,20 +265,17 @@ def test_another_split_of_the_hub_is_not_taken_for_the_one_that_is_read():
     assert config_of(kept).data.val_path == "hub:o/d"
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("packing: true\npacking_strategy: wrapped", "not cut and continued"),
-        ("chat_template_jinja: '{% for m in messages %}{% endfor %}'", "in a file of its own"),
-        ("lr_scheduler: rex", "rex is not supported"),
-        ("lr_scheduler: cosine_with_min_lr", "it ends at 0, not at a min_lr"),
-        ("optimizer: ademamix", "a second, slower average, is not supported"),
-        ("shuffle: false", "their order in the file is not kept"),
-        ("lora_target_modules: 'layers.[0-9]+.mlp'", "a pattern is not read"),
-        ("peft_layers_to_transform: [30, 31]", "trains adapters of these layers alone"),
-        ("max_steps_per_epoch: 100", "100 x train.epochs"),
-    ],
-)
+@pytest.mark.parametrize(("line", "named"), [
+    ("packing: true\npacking_strategy: wrapped", "not cut and continued"),
+    ("chat_template_jinja: '{% for m in messages %}{% endfor %}'", "in a file of its own"),
+    ("lr_scheduler: rex", "rex is not supported"),
+    ("lr_scheduler: cosine_with_min_lr", "it ends at 0, not at a min_lr"),
+    ("optimizer: ademamix", "a second, slower average, is not supported"),
+    ("shuffle: false", "their order in the file is not kept"),
+    ("lora_target_modules: 'layers.[0-9]+.mlp'", "a pattern is not read"),
+    ("peft_layers_to_transform: [30, 31]", "trains adapters of these layers alone"),
+    ("max_steps_per_epoch: 100", "100 x train.epochs"),
+])  # fmt: skip
 def test_what_is_replaced_is_said(line, named):
     assert named in comments(AXOLOTL + line + "\n")
 

@@ -172,14 +172,11 @@ def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypa
     assert set(all_options()) >= backend._SUPPORTED_OPTIONS
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"layout": "fsdp"}, "STRATEGY=fsdp was asked for: STRATEGY=ddp"),
-        ({"layout": "ddp", "machine": dataclasses.replace(CPU, nodes=2)}, "2 nodes was asked for"),
-        ({"is_rank": True}, "make train-distributed"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"layout": "fsdp"}, "STRATEGY=fsdp was asked for: STRATEGY=ddp"),
+    ({"layout": "ddp", "machine": dataclasses.replace(CPU, nodes=2)}, "2 nodes was asked for"),
+    ({"is_rank": True}, "make train-distributed"),
+])  # fmt: skip
 def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, words):
     assert words in str(problem(config(), **asked))
 
@@ -390,14 +387,11 @@ def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(
     assert_same(adapter_in_peft(folder), theirs)
 
 
-@pytest.mark.parametrize(
-    ("fault", "answer", "words"),
-    [
-        ("load", 2, "NotImplementedError: this model is not supported yet"),
-        pytest.param("memory", 3, "CUDA out of memory; the plan predicted", marks=pytest.mark.slow),
-        pytest.param("killed", 2, "was killed by SIGKILL", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("fault", "answer", "words"), [
+    ("load", 2, "NotImplementedError: this model is not supported yet"),
+    pytest.param("memory", 3, "CUDA out of memory; the plan predicted", marks=pytest.mark.slow),
+    pytest.param("killed", 2, "was killed by SIGKILL", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_failure_of_its_process_is_one_message(train, standin, monkeypatch, fault, answer, words):
     monkeypatch.setenv("UNSLOTH_STANDIN_FAULT", fault)
     code, printed, folder = train("mine", "tuning.backend=unsloth")

@@ -109,22 +109,19 @@ def test_small_updates_arrive_on_average_and_a_resumed_run_is_the_unbroken_one(k
     assert all(torch.equal(one, other) for one, other in zip(rounded, again, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("mode", "wish", "dtype", "layout", "masters", "load", "updates"),
-    [
-        ("full", "auto", "auto", "single", True, "float32", "float32"),
-        ("full", "auto", "auto", "single", False, "bfloat16", "stochastic"),
-        ("full", "auto", "auto", "ddp", False, "bfloat16", "stochastic"),
-        ("full", "auto", "bfloat16", "single", True, "bfloat16", "stochastic"),
-        ("full", "float32", "auto", "single", False, "float32", "float32"),
-        ("full", "stochastic", "auto", "single", True, "bfloat16", "stochastic"),
-        ("full", "bfloat16", "auto", "single", True, "bfloat16", "bfloat16"),
-        ("full", "bfloat16", "auto", "fsdp", True, "bfloat16", "float32"),
-        ("full", "auto", "auto", "zero2", False, "bfloat16", "float32"),
-        ("lora", "auto", "auto", "single", False, "bfloat16", "float32"),
-        ("qlora", "bfloat16", "auto", "ddp", True, "bfloat16", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "wish", "dtype", "layout", "masters", "load", "updates"), [
+    ("full", "auto", "auto", "single", True, "float32", "float32"),
+    ("full", "auto", "auto", "single", False, "bfloat16", "stochastic"),
+    ("full", "auto", "auto", "ddp", False, "bfloat16", "stochastic"),
+    ("full", "auto", "bfloat16", "single", True, "bfloat16", "stochastic"),
+    ("full", "float32", "auto", "single", False, "float32", "float32"),
+    ("full", "stochastic", "auto", "single", True, "bfloat16", "stochastic"),
+    ("full", "bfloat16", "auto", "single", True, "bfloat16", "bfloat16"),
+    ("full", "bfloat16", "auto", "fsdp", True, "bfloat16", "float32"),
+    ("full", "auto", "auto", "zero2", False, "bfloat16", "float32"),
+    ("lora", "auto", "auto", "single", False, "bfloat16", "float32"),
+    ("qlora", "bfloat16", "auto", "ddp", True, "bfloat16", "float32"),
+])  # fmt: skip
 def test_how_updates_reach_the_weights(mode, wish, dtype, layout, masters, load, updates):
     config = run(mode, f"train: {{weight_updates: {wish}}}")
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
@@ -191,17 +188,14 @@ def test_adapters_are_fp32_unless_bf16_is_asked_for_by_name(mode, wish, compute,
     assert adapter_dtype(config, Precision(compute, compute, "")) == dtype
 
 
-@pytest.mark.parametrize(
-    ("mode", "machine", "only", "more", "said"),
-    [
-        ("qlora", "1xRTX4090", "single", "", "adapters and their states are bf16"),
-        ("qlora", "2xH100", "fsdp", "", "adapters and their states are bf16"),
-        ("lora", "2xH100", "fsdp", "", "fsdp still steps adapters in fp32"),
-        ("qlora", "2xH100", "zero2", "", "zero2 still steps adapters in fp32"),
-        ("lora", "1xT4", "single", "", "adapters stay in fp32, because the run computes in fp16"),
-        ("lora", "1xH100", "single", "train: {bf16: false}", "adapters stay in fp32, because the run computes in fp32"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "machine", "only", "more", "said"), [
+    ("qlora", "1xRTX4090", "single", "", "adapters and their states are bf16"),
+    ("qlora", "2xH100", "fsdp", "", "adapters and their states are bf16"),
+    ("lora", "2xH100", "fsdp", "", "fsdp still steps adapters in fp32"),
+    ("qlora", "2xH100", "zero2", "", "zero2 still steps adapters in fp32"),
+    ("lora", "1xT4", "single", "", "adapters stay in fp32, because the run computes in fp16"),
+    ("lora", "1xH100", "single", "train: {bf16: false}", "adapters stay in fp32, because the run computes in fp32"),
+])  # fmt: skip
 def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, more, said):
     name = "Qwen/Qwen2.5-0.5B"
     plain = run(mode, more, name)
@@ -246,16 +240,13 @@ def saved_dtypes(folder: Path) -> set[str]:
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(
-    ("mode", "more", "trained", "states", "moved", "lost"),
-    [
-        ("qlora", (), "float32", "float32", (0.95, 1.0), False),
-        ("qlora", ("tuning.lora.dtype=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.95), None),
-        ("full", (), "float32", "float32", (0.95, 1.0), False),
-        ("full", ("train.weight_updates=stochastic",), "bfloat16", "float32", (0.0, 0.5), False),
-        ("full", ("train.weight_updates=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.3), True),
-    ],
-)
+@pytest.mark.parametrize(("mode", "more", "trained", "states", "moved", "lost"), [
+    ("qlora", (), "float32", "float32", (0.95, 1.0), False),
+    ("qlora", ("tuning.lora.dtype=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.95), None),
+    ("full", (), "float32", "float32", (0.95, 1.0), False),
+    ("full", ("train.weight_updates=stochastic",), "bfloat16", "float32", (0.0, 0.5), False),
+    ("full", ("train.weight_updates=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.3), True),
+])  # fmt: skip
 def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
     world, succeed, mode, more, trained, states, moved, lost
 ):
@@ -333,15 +324,12 @@ def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strat
     assert saved_dtypes(world / "outputs" / name) == {"bfloat16" if mode == "full" else "float32"}
 
 
-@pytest.mark.parametrize(
-    ("weights", "adapters", "masters", "named", "way"),
-    [
-        (("bfloat16",), (), (), "bfloat16", "train.weight_updates=auto, or a higher"),
-        (("nf4", "float32"), ("bfloat16",), (), "bfloat16", "tuning.lora.dtype=auto, or a higher"),
-        (("float32",), (), (), "float32", "set a higher"),
-        (("bfloat16",), ("bfloat16",), ("float32",), "float32", "set a higher"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "adapters", "masters", "named", "way"), [
+    (("bfloat16",), (), (), "bfloat16", "train.weight_updates=auto, or a higher"),
+    (("nf4", "float32"), ("bfloat16",), (), "bfloat16", "tuning.lora.dtype=auto, or a higher"),
+    (("float32",), (), (), "float32", "set a higher"),
+    (("bfloat16",), ("bfloat16",), ("float32",), "float32", "set a higher"),
+])  # fmt: skip
 def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights, adapters, masters, named, way):
     facts = UpdateFacts(weights, adapters, masters, (), 0.1, "float32")
     assert facts.is_lost

@@ -139,19 +139,16 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     assert "ROW= is not used by make process train" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train", "CONFG=my.yaml"], "did you mean CONFIG=?"),
-        (["train-distributed", "WORLD_SIZE=2"], "did you mean NNODES=?"),
-        (["train", "CONFIG="], "CONFIG= is given and empty"),
-        (["bench-data"], "make bench-data: that target is called as make -C benchmarks bench-data"),
-        (["-C", "benchmarks", "benchdata"], "did you mean make -C benchmarks bench-data?"),
-        (["-C", "benchmarks", "bench-data", "MUTANTS=2"], "MUTANTS= is not used by make bench-data; it belongs to"),
-        (["train", "DATA=x"], "it belongs to make eval, make new (the setting: SET='data.train_path=...')"),
-        (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["train", "CONFG=my.yaml"], "did you mean CONFIG=?"),
+    (["train-distributed", "WORLD_SIZE=2"], "did you mean NNODES=?"),
+    (["train", "CONFIG="], "CONFIG= is given and empty"),
+    (["bench-data"], "make bench-data: that target is called as make -C benchmarks bench-data"),
+    (["-C", "benchmarks", "benchdata"], "did you mean make -C benchmarks bench-data?"),
+    (["-C", "benchmarks", "bench-data", "MUTANTS=2"], "MUTANTS= is not used by make bench-data; it belongs to"),
+    (["train", "DATA=x"], "it belongs to make eval, make new (the setting: SET='data.train_path=...')"),
+    (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),
+])  # fmt: skip
 def test_make_refuses_before_anything_runs(words, message, tmp_path):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
@@ -191,19 +188,15 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
     assert taken
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan", "--rwo", "5"], "plan has no flag --rwo; did you mean --row?"),
-        (["plan", "--frobnicate"], "plan has no flag --frobnicate; sft-play plan --help lists its flags"),
-        (["train", "--config", ""], "--config is given and empty"),
-        (["plan", "--hardware", " "], "--hardware is given and empty"),
-        (["train", "my.yaml"], "--config my.yaml"),
-        (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
-        (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
-        (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["plan", "--rwo", "5"], "plan has no flag --rwo; did you mean --row?"),
+    (["plan", "--frobnicate"], "plan has no flag --frobnicate; sft-play plan --help lists its flags"),
+    (["train", "--config", ""], "--config is given and empty"),
+    (["plan", "--hardware", " "], "--hardware is given and empty"), (["train", "my.yaml"], "--config my.yaml"),
+    (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
+    (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
+    (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
+])  # fmt: skip
 def test_wrong_flags_are_one_message(refuse, words, message):
     assert message in refuse(*words)
 

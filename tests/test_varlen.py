@@ -153,17 +153,13 @@ def test_a_class_that_computes_the_same_without_a_mask_needs_none(check, kind):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("check", "config", "says"),
-    [
-        (PADDING, CONFIG_MAPPING["mixtral"](), "gradients by"),  # the balance loss of its experts
-        (partial(masking.check_padding, attention="eager"), CONFIG_MAPPING["bert"](), "logits differ by"),
-        (BOUNDARIES, CONFIG_MAPPING["opt"](), "logits differ by"),
-        (BOUNDARIES, CONFIG_MAPPING["falcon"](), "cannot be measured"),
-        (BOUNDARIES, LlamaConfig(attention_dropout=0.1), "varlen attention has no dropout"),
-    ],
-    ids=lambda value: getattr(value, "model_type", None) or "",
-)
+@pytest.mark.parametrize(("check", "config", "says"), [
+    (PADDING, CONFIG_MAPPING["mixtral"](), "gradients by"),  # the balance loss of its experts
+    (partial(masking.check_padding, attention="eager"), CONFIG_MAPPING["bert"](), "logits differ by"),
+    (BOUNDARIES, CONFIG_MAPPING["opt"](), "logits differ by"),
+    (BOUNDARIES, CONFIG_MAPPING["falcon"](), "cannot be measured"),
+    (BOUNDARIES, LlamaConfig(attention_dropout=0.1), "varlen attention has no dropout"),
+], ids=lambda value: getattr(value, "model_type", None) or "")  # fmt: skip
 def test_a_class_that_reads_the_mask_keeps_it_and_says_why(check, config, says):
     found = check(config)
     assert (found.is_needed, says in found.reason) == (True, True), found.reason

@@ -28,16 +28,12 @@ def test_the_change_of_weights_is_compared_by_its_own_size_and_losses_at_every_s
     assert not LayoutTable().ok
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"LAYOUTS": "ddp,nothing"}, "LAYOUTS=nothing is not one of: ddp, fsdp, fsdp_cp"),
-        ({"MODES": "dora"}, "MODES=dora is not one of: full, lora, qlora"),
-        ({"STEPS": "none"}, "STEPS=none is not a number"),
-        ({"CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
-        ({"HARDWARE": "2xH200"}, "HARDWARE=2xH200"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"LAYOUTS": "ddp,nothing"}, "LAYOUTS=nothing is not one of: ddp, fsdp, fsdp_cp"),
+    ({"MODES": "dora"}, "MODES=dora is not one of: full, lora, qlora"),
+    ({"STEPS": "none"}, "STEPS=none is not a number"), ({"CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
+    ({"HARDWARE": "2xH200"}, "HARDWARE=2xH200"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_one_message(refuse, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -76,15 +76,12 @@ def test_what_schedulers_export_is_read_and_what_is_typed_wins(environment, node
     assert (options.nodes, options.processes_per_node) == (nodes, processes)
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"NODE_RANK=2 is not one of NNODES=2.*\(RANK=2 and"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
-        ({"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "a"}, "NNODES=x is not a whole number"),
-        ({"PET_NNODES": "1:4", "MASTER_ADDR": "a"}, "PET_NNODES=1:4 is a range"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "message"), [
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"NODE_RANK=2 is not one of NNODES=2.*\(RANK=2 and"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
+    ({"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "a"}, "NNODES=x is not a whole number"),
+    ({"PET_NNODES": "1:4", "MASTER_ADDR": "a"}, "PET_NNODES=1:4 is a range"),
+])  # fmt: skip
 def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, message):
     for command in ("train-distributed", "train"):
         with pytest.raises(ConfigError, match=message):

@@ -32,13 +32,10 @@ from tests.fake_nvml import A100, CALLS, FakeGpu, FakeNvml
 
 INSTANCES = [("MIG-one", "3g.40gb", 40_192), ("MIG-two", "1g.10gb", 9_728)]
 REFUSALS: dict[str, Any] = {
-    "no permission": pynvml.NVMLError_NoPermission,
-    "not supported": pynvml.NVMLError_NotSupported,
-    "unknown": pynvml.NVMLError_Unknown,
-    "uninitialized": pynvml.NVMLError_Uninitialized,
-    "a function that the library lacks": AttributeError,
-    "no answer": None,
-}
+    "no permission": pynvml.NVMLError_NoPermission, "not supported": pynvml.NVMLError_NotSupported,
+    "unknown": pynvml.NVMLError_Unknown, "uninitialized": pynvml.NVMLError_Uninitialized,
+    "a function that the library lacks": AttributeError, "no answer": None,
+}  # fmt: skip
 WITHHELD = [
     pytest.param(call, how, marks=[] if (one + other) % 6 == 0 else [pytest.mark.slow])
     for one, call in enumerate(CALLS)

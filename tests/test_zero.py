@@ -36,7 +36,6 @@ from sft_play.training.engines import _require_divided
 from sft_play.training.heartbeat import Heartbeat
 from tests import warm
 from tests.conftest import ROOT, clean_environment
-from tests.models import uneven_run
 from tests.test_train import assert_same_bits, logged, losses, weights
 
 pytestmark = pytest.mark.build
@@ -144,15 +143,6 @@ def states(checkpoint: Path, aside: Path) -> tuple[dict[str, torch.Tensor], list
     return tensors, groups, steps
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama) -> Path:
-    folder = tmp_path_factory.mktemp("universal")
-    uneven_run(folder, tiny_llama)
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(RANKS)
-    return folder
-
-
 def run(world: Path, command: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     given = [warm.python(), "-m", "sft_play", command, "--config", f"{world}/run.yaml", *words]
     kept = clean_environment(PYTHONPATH=f"{ROOT}{os.pathsep}{world}/site", **environ)
@@ -184,18 +174,12 @@ DECAY = "train.weight_decay=0.1"
 
 @pytest.mark.slow
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("strategy", "words", "first", "then"),
-    [
-        ("zero2", ["tuning.mode=full", DECAY], 2, 1),
-        ("zero3", ["tuning.mode=full", DECAY], 2, 1),
-        ("zero3", ["tuning.mode=full", DECAY, "train.bf16=true"], 1, 2),
-        ("zero2", ["tuning.mode=lora", "train.bf16=true"], 1, 2),
-        ("zero1", ["tuning.mode=full", DECAY, "train.bf16=true"], 2, 4),
-        ("zero3", ["tuning.mode=qlora"], 2, 4),
-    ],
-    ids=lambda one: "-".join(word.partition("=")[2] for word in one) if isinstance(one, list) else str(one),
-)
+@pytest.mark.parametrize(("strategy", "words", "first", "then"), [
+    ("zero2", ["tuning.mode=full", DECAY], 2, 1), ("zero3", ["tuning.mode=full", DECAY], 2, 1),
+    ("zero3", ["tuning.mode=full", DECAY, "train.bf16=true"], 1, 2),
+    ("zero2", ["tuning.mode=lora", "train.bf16=true"], 1, 2),
+    ("zero1", ["tuning.mode=full", DECAY, "train.bf16=true"], 2, 4), ("zero3", ["tuning.mode=qlora"], 2, 4),
+], ids=lambda one: "-".join(word.partition("=")[2] for word in one) if isinstance(one, list) else str(one))  # fmt: skip
 def test_states_are_those_that_were_saved_and_losses_go_on(world, unbroken, strategy, words, first, then):
     name = f"{strategy}-{first}-{then}-{abs(hash(tuple(words)))}"
     kept, folder = world / name, world / "outputs" / name

@@ -43,16 +43,10 @@ PARENT_VARIABLE = "SFT_PLAY_PARENT"
 FOLDER_VARIABLE = "SFT_PLAY_WARM"
 TORCHRUN = "torch.distributed.run"
 MODULES = (
-    "sft_play.cli",
-    "sft_play.entry",
-    "sft_play.launch.agent",
-    "sft_play.training.run",
-    "peft.tuners.lora.bnb",
-    TORCHRUN,
-    "torch.distributed.fsdp",
-    "transformers.models.auto.modeling_auto",
+    "sft_play.cli", "sft_play.entry", "sft_play.launch.agent", "sft_play.training.run", "peft.tuners.lora.bnb",
+    TORCHRUN, "torch.distributed.fsdp", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-)
+)  # fmt: skip
 """What runs import."""
 
 CLIENT = r"""

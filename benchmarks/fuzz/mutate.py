@@ -34,14 +34,12 @@ def text(draw: random.Random, given: str) -> str:
     """A text with a character dropped, doubled, swapped or replaced, or with a strange text in it."""
     at = draw.randrange(len(given) + 1)
     ways: tuple[Callable[[], str], ...] = (
-        lambda: given[:at] + given[at + 1 :],
-        lambda: given[:at] + given[at : at + 1] * 2 + given[at + 1 :],
+        lambda: given[:at] + given[at + 1 :], lambda: given[:at] + given[at : at + 1] * 2 + given[at + 1 :],
         lambda: given[:at] + given[at + 1 : at + 2] + given[at : at + 1] + given[at + 2 :],
         lambda: given[:at] + draw.choice("abzXY_-.0159 =,:/") + given[at + 1 :],
-        lambda: given[:at] + draw.choice(STRANGE_TEXTS) + given[at:],
-        lambda: given.swapcase(),
+        lambda: given[:at] + draw.choice(STRANGE_TEXTS) + given[at:], lambda: given.swapcase(),
         lambda: draw.choice(STRANGE_TEXTS),
-    )
+    )  # fmt: skip
     return draw.choice(ways)()
 
 

@@ -79,14 +79,12 @@ def _options(draw: random.Random) -> DataConfig:
 def _file(draw: random.Random, files: list[bytes]) -> tuple[str, bytes]:
     """A name and a content, which need not fit."""
     ways: tuple[Callable[[], tuple[str, bytes]], ...] = (
-        lambda: ("rows.jsonl", draw.choice(files)),
-        lambda: ("rows.jsonl", _lines(_some(draw))),
+        lambda: ("rows.jsonl", draw.choice(files)), lambda: ("rows.jsonl", _lines(_some(draw))),
         lambda: ("rows.json", mutate.as_json(_some(draw)).encode()),
         lambda: ("rows.json", json.dumps(_some(draw), indent=1).encode("utf-8", "replace")),
-        lambda: ("rows.csv", _table(draw, _some(draw))),
-        lambda: _columns(draw, _some(draw)),
+        lambda: ("rows.csv", _table(draw, _some(draw))), lambda: _columns(draw, _some(draw)),
         lambda: ("rows.txt", "\n".join(draw.choices(mutate.STRANGE_TEXTS, k=20)).encode("utf-8", "surrogatepass")),
-    )
+    )  # fmt: skip
     name, content = draw.choices(ways, (2, 5, 2, 1, 2, 2, 1))[0]()
     if draw.random() < 0.6:
         content = mutate.raw(draw, content)

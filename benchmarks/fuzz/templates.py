@@ -72,17 +72,15 @@ def _mutated(draw: random.Random, source: str) -> str:
 def _statement(draw: random.Random, depth: int) -> str:
     inner = _statement(draw, depth + 1) if depth < 5 else "y"
     ways = (
-        f"{{{{ {_expression(draw)} }}}}",
-        f"{{% for x in {_expression(draw)} %}}{inner}{{% endfor %}}",
-        f"{{% if {_expression(draw)} %}}{inner}{{% else %}}z{{% endif %}}",
-        f"{{% set x = {_expression(draw)} %}}",
+        f"{{{{ {_expression(draw)} }}}}", f"{{% for x in {_expression(draw)} %}}{inner}{{% endfor %}}",
+        f"{{% if {_expression(draw)} %}}{inner}{{% else %}}z{{% endif %}}", f"{{% set x = {_expression(draw)} %}}",
         f"{{% macro m(x) %}}{inner}{{{{ m(x) }}}}{{% endmacro %}}{{{{ m(1) }}}}",
         f"{{% set ns = namespace(x=[]) %}}{{% set ns.x = ns.x + [ns.x, ns.x] %}}{{{{ ns.x }}}}{inner}",
         f"{{% generation %}}{inner}{{% endgeneration %}}",
         "{% include 'a' %}" if draw.random() < 0.3 else "{{ bos_token }}",
         "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
         f"{{% filter {draw.choice(_FILTERS)} %}}{inner}{{% endfilter %}}",
-    )
+    )  # fmt: skip
     return draw.choices(ways, (4, 3, 3, 3, 1, 1, 1, 1, 1, 1))[0]
 
 

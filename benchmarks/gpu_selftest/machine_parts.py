@@ -106,13 +106,9 @@ def planned_kernels(hardware: Hardware) -> dict[str, str]:
     ):
         kernel = select_attention_kernel(
             dataclasses.replace(shape, num_heads=checks.QUERY_HEADS, num_kv_heads=count, head_dim=checks.HEAD_DIM),
-            attention="sdpa",
-            masked=mask != "causal",
-            half_precision=dtype != "fp32",
-            capability=gpu.capability,
-            on_gpu=True,
-            uses_cudnn=preferred and repeat,
-        )
+            attention="sdpa", masked=mask != "causal", half_precision=dtype != "fp32", capability=gpu.capability,
+            on_gpu=True, uses_cudnn=preferred and repeat,
+        )  # fmt: skip
         kernels[f"{dtype}, {heads}, {mask}{rows}"] = str(kernel)
     return kernels
 

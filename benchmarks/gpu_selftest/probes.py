@@ -50,12 +50,10 @@ def nf4() -> dict[str, float]:
     outputs = layer(inputs)
     outputs.sum().backward()
     return {
-        "elements": float(weight.numel()),
-        "packed_bytes": float(packed.numel() * packed.element_size()),
-        "relative_error": _apart(back.float(), weight.float()),
-        "layer_error": _apart(outputs, inputs @ kept.T),
+        "elements": float(weight.numel()), "packed_bytes": float(packed.numel() * packed.element_size()),
+        "relative_error": _apart(back.float(), weight.float()), "layer_error": _apart(outputs, inputs @ kept.T),
         "gradient_error": _apart(inputs.grad, kept.sum(0).expand_as(inputs)),
-    }
+    }  # fmt: skip
 
 
 def _apart(value: Any, wanted: torch.Tensor) -> float:
@@ -139,12 +137,10 @@ def nvml() -> dict[str, int]:
     free, total = torch.cuda.mem_get_info()
     by_driver = _free_by_driver()
     return {
-        "free_by_driver": by_driver,
-        "free_by_cuda": free,
-        "total_by_cuda": total,
+        "free_by_driver": by_driver, "free_by_cuda": free, "total_by_cuda": total,
         "total_by_driver": detect_hardware().gpus[0].total_bytes,
         "context": before - by_driver - torch.cuda.memory_reserved(),
-    }
+    }  # fmt: skip
 
 
 def _free_by_driver() -> int:

@@ -72,13 +72,10 @@ class SelftestRecord:
     def as_json(self) -> dict[str, Any]:
         is_deferred = any(part.reason == DEFERRED_REASON for part in self.parts.values())
         return {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "ok": self.ok,
-            "finished": self.is_done and not is_deferred,
-            "machine": self.machine,
-            "versions": self.versions,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), "ok": self.ok,
+            "finished": self.is_done and not is_deferred, "machine": self.machine, "versions": self.versions,
             "parts": [asdict(part) for part in self.parts.values()],
-        }
+        }  # fmt: skip
 
     def write(self) -> None:
         """Write the file atomically. Raises ConfigError if it cannot be written."""
@@ -108,12 +105,9 @@ class SelftestRecord:
         lines = [
             f"gpu-selftest of {self.as_json()['date']}",
             f"{machine}; {self.machine['cpu_name']}, {cores} cores, {ram:.0f} GiB",
-            f"sft_play {self.versions['sft_play']}, Python {self.versions['python']}, {versions}",
-            "",
-            *(part.line for part in self.parts.values()),
-            "",
-            *self.result_lines(),
-        ]
+            f"sft_play {self.versions['sft_play']}, Python {self.versions['python']}, {versions}", "",
+            *(part.line for part in self.parts.values()), "", *self.result_lines(),
+        ]  # fmt: skip
         write_text(self.page, "\n".join(lines) + "\n")
 
 

@@ -103,16 +103,12 @@ class TrialBench:
             "tuning": {"mode": mode},
             "data": {"val_path": str(self.folder / "held-out.jsonl")},
             "train": {
-                "batch_size": size.micro_batch,
-                "effective_batch_size": size.effective_batch,
-                "max_steps": size.steps,
-                "save_steps": 1000,
-                "logging_steps": 1,
-                "device": "auto" if self.on_gpu else "cpu",
+                "batch_size": size.micro_batch, "effective_batch_size": size.effective_batch, "max_steps": size.steps,
+                "save_steps": 1000, "logging_steps": 1, "device": "auto" if self.on_gpu else "cpu",
             },
             "eval": {"steps": size.steps // 2, "max_new_tokens": ANSWER_TOKENS[device]},
             "output": {"dir": str(self.folder / "outputs"), "name": "run", "if_exists": "replace"},
-        }
+        }  # fmt: skip
         if rows == "packed":
             sections["data"]["packing"] = "best_fit"
         for section, values in changes.items():
@@ -215,13 +211,10 @@ def predicted_figures(folder: Path) -> dict[str, Any]:
     allocated, reserved = peak["by_moment"]["training"]
     moments = {name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")}
     return {
-        "allocated": allocated,
-        "reserved": reserved,
-        "margin": peak["margin"],
-        "moments": {**moments, "load": peak["load"]},
-        "precision": plan["precision"]["compute"],
+        "allocated": allocated, "reserved": reserved, "margin": peak["margin"],
+        "moments": {**moments, "load": peak["load"]}, "precision": plan["precision"]["compute"],
         **{name: plan[name] for name in copied},
-    }
+    }  # fmt: skip
 
 
 def measured_figures(folder: Path) -> dict[str, Any]:
@@ -230,13 +223,11 @@ def measured_figures(folder: Path) -> dict[str, Any]:
     by_moment = summary["peak_bytes_by_moment"]
     peak = by_moment["training"]
     return {
-        "allocated": peak["measured_allocated"],
-        "reserved": peak.get("measured_rss", peak["measured_reserved"]),
+        "allocated": peak["measured_allocated"], "reserved": peak.get("measured_rss", peak["measured_reserved"]),
         "moments": {name: by_moment.get(of, {}).get("measured_allocated") for name, of in MEASURED_MOMENTS.items()},
-        "updates": summary["updates"],
-        "evaluations": len(summary["evaluations"]),
+        "updates": summary["updates"], "evaluations": len(summary["evaluations"]),
         "tokens_per_s": steady_speed(folder),
-    }
+    }  # fmt: skip
 
 
 def steady_speed(folder: Path) -> float:

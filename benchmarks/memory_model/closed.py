@@ -24,11 +24,9 @@ from sft_play.trace.confirm import load_planned_shape
 from sft_play.trace.settings import VARLEN_ATTENTIONS
 
 OPTIMIZERS = {
-    "adamw_fused": "adamw_torch_fused",
-    "adamw_foreach": "adamw_torch",
-    "paged_adamw_8bit": "paged_adamw_8bit",
+    "adamw_fused": "adamw_torch_fused", "adamw_foreach": "adamw_torch", "paged_adamw_8bit": "paged_adamw_8bit",
     "adafactor": "adafactor",
-}
+}  # fmt: skip
 """The config's names of the trace's optimizers."""
 
 
@@ -108,21 +106,16 @@ def _step(settings: ScriptSettings) -> Step:
     layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
     layouts |= {"zero3": Layout("zero3", world, world)}
     return Step(
-        micro_batch=settings.micro_batch,
-        grad_accum=settings.grad_accum,
-        seq_len=settings.seq_len,
+        micro_batch=settings.micro_batch, grad_accum=settings.grad_accum, seq_len=settings.seq_len,
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=settings.checkpointed_layers if settings.checkpointing else 0,
         loss="chunked" if settings.loss == "chunked" else "model",
-        attention="sdpa" if own == "varlen" or own == "one_by_one" else own,
-        varlen=own in VARLEN_ATTENTIONS,
+        attention="sdpa" if own == "varlen" or own == "one_by_one" else own, varlen=own in VARLEN_ATTENTIONS,
         one_by_one=own == "one_by_one",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
-        padded=settings.mask == "padded" or settings.expand_kv,
-        casts_inputs=settings.casts_inputs,
-        saves=False,
+        padded=settings.mask == "padded" or settings.expand_kv, casts_inputs=settings.casts_inputs, saves=False,
         capability=settings.capability,
-    )
+    )  # fmt: skip
 
 
 def _with_outputs(found: MemoryEstimate, settings: ScriptSettings, words: int) -> MemoryEstimate:

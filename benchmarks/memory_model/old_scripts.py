@@ -40,15 +40,12 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
             layer.gradient_checkpointing = False
     low = getattr(torch, settings.mixed_precision) if settings.mixed_precision else None
     wrapped = FullyShardedDataParallel(
-        model,
-        process_group=_get_default_group(),
+        model, process_group=_get_default_group(),
         auto_wrap_policy=functools.partial(_is_flat_unit, layer_class=type(layers[0]), peft=settings.peft),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-        limit_all_gathers=True,
-    )
+        device_id=torch.device("cpu"), use_orig_params=True, limit_all_gathers=True,
+    )  # fmt: skip
     if low is not None:  # accelerate's upcast of trained flat parameters (`Accelerator.prepare_model`)
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
             flat = getattr(unit, "_flat_param", None)

@@ -92,13 +92,9 @@ def read_adapter_configs(path: Path) -> dict[str, Config]:
 
 def _run(row: CsvRow, config_of: ConfigOf, run_info: Config | None) -> PublishedRun:
     base = PublishedRun(
-        id=row["id"],
-        grade=row["class"].upper(),
-        source=row["source"].split(" ")[0],
-        mode=row["mode"],
-        strategy=row["strategy"],
-        attention=row.get("attention", ""),
-    )
+        id=row["id"], grade=row["class"].upper(), source=row["source"].split(" ")[0], mode=row["mode"],
+        strategy=row["strategy"], attention=row.get("attention", ""),
+    )  # fmt: skip
     try:
         allocated, reserved = (gib_in(row, f"peak_{kind}_gib") for kind in ("allocated", "reserved"))
         base = replace(base, measured_allocated=allocated, measured_reserved=reserved)

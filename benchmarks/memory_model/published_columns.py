@@ -17,17 +17,11 @@ RUN_STATE = {"auto_mapping", "revision", "base_model_name_or_path", "inference_m
 """Fields of a saved adapter_config.json that say where it came from, not what it is."""
 _WITHOUT_TARGETS = {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "TRAINABLE_TOKENS"}
 _OPTIMIZERS: tuple[tuple[str, str], ...] = (
-    (r"galore|muon|in backward|4bit|torch_8bit|bf16 master", ""),
-    (r"fusedadam", "adamw_fused"),
-    (r"lora-fa", "lora_fa"),
-    (r"paged_adamw_8bit|paged.*8bit", "paged_adamw_8bit"),
-    (r"paged", ""),
-    (r"(adamw|bnb).*8bit", "adamw_8bit"),
-    (r"adamw_torch_fused|fused", "adamw_fused"),
-    (r"adafactor", "adafactor"),
-    (r"adamw", "adamw_foreach"),
-    (r"sgd", "sgd"),
-)
+    (r"galore|muon|in backward|4bit|torch_8bit|bf16 master", ""), (r"fusedadam", "adamw_fused"),
+    (r"lora-fa", "lora_fa"), (r"paged_adamw_8bit|paged.*8bit", "paged_adamw_8bit"), (r"paged", ""),
+    (r"(adamw|bnb).*8bit", "adamw_8bit"), (r"adamw_torch_fused|fused", "adamw_fused"), (r"adafactor", "adafactor"),
+    (r"adamw", "adamw_foreach"), (r"sgd", "sgd"),
+)  # fmt: skip
 """Part of the column's text: the tracer's optimizer; an empty one is not traced. torch.optim.AdamW is foreach."""
 _NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
 """Classes whose loss, before they took the common loss function, ran in the logits' own dtype."""
@@ -213,14 +207,10 @@ def _ranks(row: CsvRow) -> dict[str, Any]:
         return {"strategy": "single", "world": 1}
     refused = {
         "offload": "parameters or states are offloaded to host memory",
-        "device_map": "layers spread over the cards (device_map)",
-        "tp": "tensor or pipeline parallel",
-        "pp": "tensor or pipeline parallel",
-        "ep": "expert parallel",
-        "megatron": "Megatron",
-        "no_shard": "FSDP without sharding",
-        "shard_grad_op": "FSDP that keeps weights gathered (SHARD_GRAD_OP)",
-    }
+        "device_map": "layers spread over the cards (device_map)", "tp": "tensor or pipeline parallel",
+        "pp": "tensor or pipeline parallel", "ep": "expert parallel", "megatron": "Megatron",
+        "no_shard": "FSDP without sharding", "shard_grad_op": "FSDP that keeps weights gathered (SHARD_GRAD_OP)",
+    }  # fmt: skip
     for word, reason in refused.items():
         if re.search(rf"(?<![a-z]){word}", text):
             raise NotExpressible(reason)
@@ -260,26 +250,14 @@ def columns_settings(row: CsvRow, config_of: ConfigOf, run_info: Config | None) 
     loaded = _dtype(row.get("weights_dtype", "")) or compute
     loops = version_in(row, "transformers") < (5,) and model.get("model_type") in _LOOPED_EXPERTS
     return {
-        "model": model,
-        "mode": row["mode"] if row["mode"] in ("full", "qlora") else "lora",
-        "peft": _adapter(row, run_info),
-        "weights": compute if quantised else loaded,
+        "model": model, "mode": row["mode"] if row["mode"] in ("full", "qlora") else "lora",
+        "peft": _adapter(row, run_info), "weights": compute if quantised else loaded,
         "autocast": compute if "autocast" in row.get("compute_dtype", "") else None,
-        "adapters": _dtype(row.get("lora_dtype", "")) or "float32",
-        "casts_inputs": True,
+        "adapters": _dtype(row.get("lora_dtype", "")) or "float32", "casts_inputs": True,
         "fp32_rest": quantised and "rest fp32" in row.get("weights_dtype", ""),
-        "double_quant": not quantised or row.get("quant", "") != "bnb-nf4",
-        "quant_compute": compute,
-        "grad_accum": count_in(row, "grad_accum") or 1,
-        "loss": _loss(row, model),
-        "attention": _attention(row),
-        "mask": "padded" if row.get("padding", "") == "padded to longest" else "ones",
-        "optimizer": _optimizer(row),
-        "clip": True,
-        "empty_cache_after_load": False,
-        "peak_from": "start",
-        **_card(row),
-        "experts": "loop" if loops else "stacked",
-        **_checkpointing(row),
-        **_ranks(row),
-    }
+        "double_quant": not quantised or row.get("quant", "") != "bnb-nf4", "quant_compute": compute,
+        "grad_accum": count_in(row, "grad_accum") or 1, "loss": _loss(row, model), "attention": _attention(row),
+        "mask": "padded" if row.get("padding", "") == "padded to longest" else "ones", "optimizer": _optimizer(row),
+        "clip": True, "empty_cache_after_load": False, "peak_from": "start", **_card(row),
+        "experts": "loop" if loops else "stacked", **_checkpointing(row), **_ranks(row),
+    }  # fmt: skip

@@ -67,16 +67,14 @@ class ScoredRow:
         run = self.run
         about = {"id": run.id, "class": run.grade, "mode": run.mode, "strategy": run.strategy, "source": run.source}
         return {
-            **about,
-            "predicted_allocated_bytes": self.predicted_allocated,
-            "measured_allocated_bytes": run.measured_allocated,
-            "predicted_reserved_bytes": self.predicted_reserved,
+            **about, "predicted_allocated_bytes": self.predicted_allocated,
+            "measured_allocated_bytes": run.measured_allocated, "predicted_reserved_bytes": self.predicted_reserved,
             "measured_reserved_bytes": run.measured_reserved,
             "closed_allocated_bytes": self.closed.allocated if self.closed else None,
             "closed_reserved_bytes": self.closed.reserved if self.closed else None,
             "closed_promised_bytes": self.promised,
             **{name: None if error is None else round(error, 6) for name, error in self.errors().items()},
-        }
+        }  # fmt: skip
 
 
 def spread(errors: Iterable[float | None]) -> dict[str, Any] | None:
@@ -114,15 +112,10 @@ def promise_to(rows: Iterable[ScoredRow]) -> dict[str, Any]:
             if row.closed.required > settings.capacity:
                 refused.append(row.run.id)
     return {
-        "n": len(known),
-        "settings": _distinct(known),
-        "short": len(short),
-        "short_rows": short,
-        "ran": ran,
-        "refused": len(refused),
-        "refused_rows": refused,
+        "n": len(known), "settings": _distinct(known), "short": len(short), "short_rows": short, "ran": ran,
+        "refused": len(refused), "refused_rows": refused,
         "median_over": round(float(np.median(over)), 6) if over else None,
-    }
+    }  # fmt: skip
 
 
 def summarize(rows: Sequence[ScoredRow]) -> dict[str, Any]:
@@ -132,12 +125,9 @@ def summarize(rows: Sequence[ScoredRow]) -> dict[str, Any]:
     spreads = {name: spread(one[name] for one in errors) for name in errors[0]}
     estimated = {kind: spreads[f"closed_{kind}_error"] for kind in ("allocated", "reserved")}
     return {
-        "n": len(rows),
-        "settings": _distinct(rows),
-        "allocated": spreads["allocated_error"],
-        "reserved": spreads["reserved_error"],
-        "closed_form": {**estimated, "promise": promise_to(rows)},
-    }
+        "n": len(rows), "settings": _distinct(rows), "allocated": spreads["allocated_error"],
+        "reserved": spreads["reserved_error"], "closed_form": {**estimated, "promise": promise_to(rows)},
+    }  # fmt: skip
 
 
 def _distinct(rows: Iterable[ScoredRow]) -> int:
@@ -163,14 +153,11 @@ class ScoreReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            **report_header(),
-            "rows": [row.as_json() for row in self.rows],
-            "not_expressible": self.not_expressible,
+            **report_header(), "rows": [row.as_json() for row in self.rows], "not_expressible": self.not_expressible,
             "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],
-            "no_closed_form": dict(self.no_closed_form),
-            "summary": dict(self.groups),
+            "no_closed_form": dict(self.no_closed_form), "summary": dict(self.groups),
             "seconds": round(self.seconds, 1),
-        }
+        }  # fmt: skip
 
     def table_lines(self) -> list[str]:
         lines = [

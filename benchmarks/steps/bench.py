@@ -103,18 +103,10 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            **report_header(),
-            "config": self.config,
-            "peer": self.peer,
-            "steps": self.steps,
-            "warmup": self.warmup,
-            "rounds": len(self.runs["ours"]),
-            "medians": {side: self.medians(side) for side in self.runs},
-            "ratios": self.ratios(),
-            "same_work": self.same_work(),
-            "tried": self.tried,
-            "runs": self.runs,
-        }
+            **report_header(), "config": self.config, "peer": self.peer, "steps": self.steps, "warmup": self.warmup,
+            "rounds": len(self.runs["ours"]), "medians": {side: self.medians(side) for side in self.runs},
+            "ratios": self.ratios(), "same_work": self.same_work(), "tried": self.tried, "runs": self.runs,
+        }  # fmt: skip
 
     def lines(self) -> list[str]:
         lines = [f"{self.config}: {self.steps} steps after {self.warmup}, {len(self.runs['ours'])} rounds"]
@@ -336,26 +328,21 @@ def flat(run: Run) -> Run:
     """A measured run with the names of FIGURES beside what they are made of."""
     speeds, peak = run.pop("tokens_per_s"), run.pop("peak_bytes")
     return run | {
-        "tokens_per_s": speeds["total"],
-        "trained_tokens_per_s": speeds["trained"],
-        "padded_tokens_per_s": speeds["padded"],
-        "seconds_by_step": run["step_s"],
-        "step_s": run["seconds"] / run["steps"],
-        "cpu_s_per_step": run["cpu_s"] / run["steps"],
+        "tokens_per_s": speeds["total"], "trained_tokens_per_s": speeds["trained"],
+        "padded_tokens_per_s": speeds["padded"], "seconds_by_step": run["step_s"],
+        "step_s": run["seconds"] / run["steps"], "cpu_s_per_step": run["cpu_s"] / run["steps"],
         **{f"{name}_bytes": value for name, value in peak.items()},
-    }
+    }  # fmt: skip
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
     """The plan's peak of a training step in bytes, the margin on what is reserved, and tokens per second of full rows
     (None: not known), under the names of the measured ones."""
     return {
-        "allocated_bytes": plan.memory.allocated,
-        "reserved_bytes": plan.memory.reserved,
-        "margin_bytes": plan.memory.margin,
-        "tokens_per_s": plan.speed.tokens_per_s if plan.speed_known else None,
+        "allocated_bytes": plan.memory.allocated, "reserved_bytes": plan.memory.reserved,
+        "margin_bytes": plan.memory.margin, "tokens_per_s": plan.speed.tokens_per_s if plan.speed_known else None,
         "confirmed_by_trace": plan.choice.is_traced,
-    }
+    }  # fmt: skip
 
 
 def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:

@@ -46,14 +46,8 @@ class ProcessOrder:
 def trainer_arguments(facts: dict[str, Any], *, steps: int, micro: int) -> dict[str, Any]:
     """Arguments of transformers' Trainer for the facts of our run; `micro`: rows of a micro-batch."""
     return {**facts["trainer"]} | {
-        "max_steps": steps,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": facts["effective_batch"] // micro,
-        "logging_steps": facts["logging_steps"],
-        "bf16": facts["compute_dtype"] == "bfloat16",
-        "fp16": facts["compute_dtype"] == "float16",
-        "use_cpu": facts["on_cpu"],
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "max_steps": steps, "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": facts["effective_batch"] // micro, "logging_steps": facts["logging_steps"],
+        "bf16": facts["compute_dtype"] == "bfloat16", "fp16": facts["compute_dtype"] == "float16",
+        "use_cpu": facts["on_cpu"], "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip

@@ -88,22 +88,16 @@ class Recorder:
         seconds = self._times[-1] - self._times[0]
         losses = [float(sum(float(loss) for loss in step)) for step in self._by_step(self._losses)]
         return {
-            "steps": self._steps,
-            "micro_batches": len(window),
-            "seconds": seconds,
-            "cpu_s": self._cpu_s,
+            "steps": self._steps, "micro_batches": len(window), "seconds": seconds, "cpu_s": self._cpu_s,
             "step_s": [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)],
-            "tokens": tokens,
-            "tokens_by_step": by_step,
-            "rows": len(lengths),
+            "tokens": tokens, "tokens_by_step": by_step, "rows": len(lengths),
             "tokens_per_s": {name: count / seconds for name, count in tokens.items()},
             "rows_per_s": len(lengths) / seconds,
-            "weighted_length": sum(length**2 for length in lengths) / max(1, sum(lengths)),
-            "losses": losses,
+            "weighted_length": sum(length**2 for length in lengths) / max(1, sum(lengths)), "losses": losses,
             "step_digests": [rows_digest(one["rows"] for one in step) for step in counted],
             "rows_digest": rows_digest(one["rows"] for step in counted for one in step),
             "peak_bytes": peak_bytes(on_gpu=self._on_gpu),
-        }
+        }  # fmt: skip
 
     def _by_step(self, values: list[Any]) -> list[list[Any]]:
         pairs = zip(self._bounds, self._bounds[1:], strict=False)

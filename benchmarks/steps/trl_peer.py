@@ -38,12 +38,10 @@ def main(path: Path) -> None:
 def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
     trainer = make_trainer(order, facts, micro=micro)
     settings = {
-        "micro_batch": micro,
-        "grad_accum": trainer.args.gradient_accumulation_steps,
-        "gradient_checkpointing": facts["gradient_checkpointing"],
-        "packing": trainer.args.packing,
+        "micro_batch": micro, "grad_accum": trainer.args.gradient_accumulation_steps,
+        "gradient_checkpointing": facts["gradient_checkpointing"], "packing": trainer.args.packing,
         "group_by_length": order.side == "trl-grouped",
-    }
+    }  # fmt: skip
     about = {"side": order.side, "settings": settings}
     train_until_recorded(trainer, order, Path(order.result), about, facts["pad_id"])
 
@@ -93,13 +91,11 @@ def make_trainer(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> A
         "dtype": facts["load_dtype"], "attn_implementation": facts["attention"], "revision": facts["revision"],
     }  # fmt: skip
     return SFTTrainer(
-        model=facts["model"],
-        args=arguments,
+        model=facts["model"], args=arguments,
         train_dataset=load_from_disk(str(Path(order.facts) / "rows")).select_columns(["input_ids", "labels"]),
         processing_class=AutoTokenizer.from_pretrained(str(Path(order.facts) / "tokenizer")),
-        peft_config=adapters(facts),
-        quantization_config=four_bit,
-    )
+        peft_config=adapters(facts), quantization_config=four_bit,
+    )  # fmt: skip
 
 
 def adapters(facts: dict[str, Any]) -> Any:
@@ -122,13 +118,10 @@ def sft_arguments(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> 
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     grouped = {"train_sampling_strategy": "group_by_length"} if order.side == "trl-grouped" else {}
     return SFTConfig(
-        output_dir=f"{order.folder}/trl-{time.time_ns()}",
-        max_length=facts["seq_len"] if facts["packing"] else None,
-        packing=facts["packing"],
-        **trainer_arguments(facts, steps=order.total, micro=micro),
-        **{checkpointing: facts["gradient_checkpointing"]},
-        **grouped,
-    )
+        output_dir=f"{order.folder}/trl-{time.time_ns()}", max_length=facts["seq_len"] if facts["packing"] else None,
+        packing=facts["packing"], **trainer_arguments(facts, steps=order.total, micro=micro),
+        **{checkpointing: facts["gradient_checkpointing"]}, **grouped,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -47,11 +47,9 @@ NEGLIGIBLE_LEARNING_RATE = 1e-30
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("data.val_path", "data.test_path", "train.early_stopping_patience")),
     **dict.fromkeys(("tuning.lora.dropout", "data.val_fraction", "eval.steps", "eval.generate_rows"), 0),
-    **dict.fromkeys(("train.load_best_model_at_end", "eval.before_training"), False),
-    "train.logging_steps": 1,
-    "train.report_to": [],
-    "output.if_exists": "replace",
-}
+    **dict.fromkeys(("train.load_best_model_at_end", "eval.before_training"), False), "train.logging_steps": 1,
+    "train.report_to": [], "output.if_exists": "replace",
+}  # fmt: skip
 """What every run of a table sets over the config: no dropout, nothing evaluated, every step logged."""
 
 
@@ -68,13 +66,11 @@ TOLERANCES = {
     # where the true gradient is next to zero the rounding becomes a step of full length: that is why weights, after the
     # same losses to 1e-5, are allowed more. NF4: every rank quantises the same weights by the same code to the same
     # numbers, and computes in fp32, so that the tolerance is that of fp32.
-    "fp32": Tolerance(loss=1e-5, weights=2e-3),
-    "nf4": Tolerance(loss=1e-5, weights=2e-3),
+    "fp32": Tolerance(loss=1e-5, weights=2e-3), "nf4": Tolerance(loss=1e-5, weights=2e-3),
     # 16 bits keep 8 (bf16) or 11 (fp16) of each number: sums in another order differ by 2^-9, and Adam turns that into
     # steps of another length wherever a gradient is small.
-    "bf16": Tolerance(loss=2**-8, weights=0.7),
-    "fp16": Tolerance(loss=2**-8, weights=0.7),
-}
+    "bf16": Tolerance(loss=2**-8, weights=0.7), "fp16": Tolerance(loss=2**-8, weights=0.7),
+}  # fmt: skip
 SAVED_IN_16_BITS = (
     "the base has 16 bits, and so have the weights that were saved: updates of a few steps are below their digits, so "
     "that only the losses are judged"
@@ -330,15 +326,11 @@ class _LayoutBench:
     def settings(self, case: LayoutCase, *, start: bool) -> list[str]:
         name = ("start-" if start else "") + case.name
         values: dict[str, Any] = {
-            **SETTINGS,
-            "tuning.mode": case.mode,
-            "train.effective_batch_size": self.effective,
-            "train.batch_size": self.effective // (case.rows * case.accum),
-            "train.grad_accum": case.accum,
-            "train.max_steps": 1 if start else self.steps,
-            "output.dir": str(self.folder / "outputs"),
+            **SETTINGS, "tuning.mode": case.mode, "train.effective_batch_size": self.effective,
+            "train.batch_size": self.effective // (case.rows * case.accum), "train.grad_accum": case.accum,
+            "train.max_steps": 1 if start else self.steps, "output.dir": str(self.folder / "outputs"),
             "output.name": name,
-        }
+        }  # fmt: skip
         if case.bf16:
             values["train.bf16"] = True
         if start:
