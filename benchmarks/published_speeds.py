@@ -60,8 +60,7 @@ def read_speed_rows() -> list[dict[str, str]]:
 def row_step(row: Mapping[str, str]) -> Step:
     machine, model = named_hardware(row["machine"]), shape(row["model"])
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
-    data = gpus // (tensor * context)
-    name = row["layout"]
+    data, name = gpus // (tensor * context), row["layout"]
     shards = {"fsdp": gpus, "fsdp_hybrid": machine.ranks_per_node, "fsdp_tp": data, "fsdp_cp": gpus}
     layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
     share = float({"all": "1", "none": "0"}.get(row["checkpointing"], row["checkpointing"]))

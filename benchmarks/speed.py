@@ -93,8 +93,7 @@ def main() -> None:
     sys.stdout.write(f"scaling, {len(off)} points: median error {statistics.median(off):.1%}, largest {off[-1]:.1%}\n")
     shared = long_rows()
     for name, found in shared.items():
-        published, predicted_s = found["published_s"], found["predicted_s"]
-        sys.stdout.write(f"{name:90s} {published:.0f} s published, {predicted_s:.0f} s predicted\n")
+        sys.stdout.write("{:90s} {published_s:.0f} s published, {predicted_s:.0f} s predicted\n".format(name, **found))
     if os.environ.get("OUT"):
         report = {**report_header(), "held_out": classes, "within": within, "published": rows, "runs": runs}
         write_json(Path(os.environ["OUT"]), {**report, "ratios": ratios, "scaling": scaled, "long_rows": shared})

@@ -44,8 +44,7 @@ def main() -> None:
     from benchmarks.verify.weights import read_tensors
 
     out = Path(os.environ.get("OUT") or "outputs/starter-base")
-    shipped = read_tensors(BASE)
-    made = make_base(out)
+    shipped, made = read_tensors(BASE), make_base(out)
     print(f"{out / WEIGHTS}: sha256 {digest(out / WEIGHTS)}\n{difference(shipped, made)}")
     if out.resolve() == BASE:
         write_json(RECORD, record())
@@ -98,12 +97,9 @@ def record() -> dict[str, Any]:
     """What is known of the base in the package: its digest, what it was made of, where and when."""
     return {
         "command": "make -C benchmarks starter-base OUT=sft_play/starter/starter-base",
-        "sha256": {path.name: digest(path) for path in sorted(BASE.iterdir())},
-        "recipe": recipe(),
-        "seed": SEED,
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        **report_header(),
-    }
+        "sha256": {path.name: digest(path) for path in sorted(BASE.iterdir())}, "recipe": recipe(), "seed": SEED,
+        "threads": os.environ.get("OMP_NUM_THREADS"), **report_header(),
+    }  # fmt: skip
 
 
 def digest(path: Path) -> str:
@@ -126,11 +122,9 @@ def make_tokenizer(documents: list[str]) -> Any:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=KNOWN_MODELS[BASE_NAME].config["vocab_size"],
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=KNOWN_MODELS[BASE_NAME].config["vocab_size"], special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     raw.train_from_iterator(documents, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=TURN_END, pad_token=END_OF_TEXT)
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -96,9 +96,8 @@ VARIABLES = (
     *("SFT_PLAY_RUN", "SFT_PLAY_RESUMED", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "SFT_PLAY_MAKE"),
     "TORCHELASTIC_ERROR_FILE",
     *("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"),  # of `make test TESTS=…`
-    "GLOO_SOCKET_IFNAME",
-    "PYTEST_ADDOPTS",
-)
+    "GLOO_SOCKET_IFNAME", "PYTEST_ADDOPTS",
+)  # fmt: skip
 """Variables of make and of launchers, which a test sets for itself."""
 
 
@@ -185,17 +184,23 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
 def write_run(folder: Path, model: Path, rows: Path, /, **sections: Mapping[str, Any]) -> Path:
     """Write `folder/run.yaml`: two steps of LoRA on all the rows, into `folder/outputs`; `sections` changes keys."""
     settings: dict[str, dict[str, Any]] = {
-        "model": {"name": str(model), "max_seq_len": 64},
-        "tuning": {"mode": "lora"},
+        "model": {"name": str(model), "max_seq_len": 64}, "tuning": {"mode": "lora"},
         "data": {"train_path": str(rows), "val_path": None, "test_path": None},
         "train": {"effective_batch_size": 8, "max_steps": 2, "report_to": []},
         "output": {"dir": str(folder / "outputs")},
-    }
+    }  # fmt: skip
     for section, changes in sections.items():
         settings[section] = {**settings.get(section, {}), **changes}
     path = folder / "run.yaml"
     path.write_text(json.dumps(settings))
     return path
+
+
+def refusal_of(error: type[Exception], function: Callable[..., Any], *words: Any, **options: Any) -> str:
+    """The message with which a function refuses what it is given."""
+    with pytest.raises(error) as caught:
+        function(*words, **options)
+    return str(caught.value)
 
 
 def need_documents_extra() -> None:

@@ -69,11 +69,10 @@ def figures(trainer: Any) -> dict[str, list[float]]:
     lines = [line for line in trainer.state.log_history if "loss" in line]
     weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     return {
-        "loss": [line["loss"] for line in lines],
-        "grad_norm": [line["grad_norm"] for line in lines],
+        "loss": [line["loss"] for line in lines], "grad_norm": [line["grad_norm"] for line in lines],
         "weights": [float(weight.double().abs().sum()) for weight in weights.values()],
         "tokens": [float(trainer.tokens_seen)],
-    }
+    }  # fmt: skip
 
 
 def main(model: Path, out: Path) -> None:

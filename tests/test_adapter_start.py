@@ -183,8 +183,7 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(trained, command, tiny_
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [
-    ("pissa", "ddp"),
-    *(pytest.param("pissa", name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3")),
+    ("pissa", "ddp"), *(pytest.param("pissa", name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3")),
     *(pytest.param("loftq", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2")),
 ])  # fmt: skip
 def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811

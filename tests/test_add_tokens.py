@@ -128,8 +128,7 @@ def test_what_cannot_be_added_is_refused_by_name(train):  # noqa: F811
 
 
 @pytest.mark.parametrize(("strategy", "mode"), [
-    ("ddp", "lora"),
-    pytest.param("fsdp", "full", marks=pytest.mark.slow),
+    ("ddp", "lora"), pytest.param("fsdp", "full", marks=pytest.mark.slow),
     pytest.param("zero3", "full", marks=[needs_deepspeed, pytest.mark.slow]),
 ])  # fmt: skip
 def test_ranks_lose_and_save_what_one_process_does(world, strategy, mode):  # noqa: F811

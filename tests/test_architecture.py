@@ -245,8 +245,7 @@ def test_modules_that_share_a_name_are_told_apart_by_their_paths():
 
 
 @pytest.mark.parametrize(("fields", "alibi", "dropout"), [
-    ({"model_type": "bloom", **SIZES}, True, 0.0),
-    ({"model_type": "falcon", **SIZES, "alibi": True}, True, 0.0),
+    ({"model_type": "bloom", **SIZES}, True, 0.0), ({"model_type": "falcon", **SIZES, "alibi": True}, True, 0.0),
     ({"model_type": "falcon", **SIZES, "attention_dropout": 0.2}, False, 0.2),
     ({"model_type": "gpt2", **SIZES}, False, 0.1),
     ({"model_type": "codegen", **SIZES, "attn_pdrop": 0.3, "rotary_dim": 8}, False, 0.3),

@@ -1,10 +1,8 @@
 """train.async_save: checkpoints are written while training goes on, and are as whole as any other."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -23,8 +21,8 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.loop_checkpoints import CheckpointWriter
 from tests import warm
 from tests.bundled import model_config
-from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
+from tests.test_distributed import start
 from tests.test_train import assert_same_bits, losses, weights
 
 pytestmark = pytest.mark.build
@@ -119,13 +117,12 @@ if "RANK" in os.environ and os.environ.get("DISTURBED"):
 def run(world: Path, command: str, name: str, *words: str, ends: int = 0, **environ: str) -> str:
     """What a command of a run over two ranks says, with a checkpoint every second step; `ends`: its exit code."""
     python = sys.executable if "DISTURBED" in environ else warm.python()  # a fork's launcher is not the ranks' parent
-    given = [python, "-m", "sft_play", command, "--config", f"{world}/run.yaml", "tuning.mode=full"]
+    given = ["--config", f"{world}/run.yaml", "tuning.mode=full"]
     given += ["train.save_steps=2", "train.save_total_limit=null", "train.max_steps=6", *words]
     given += [f"output.name={name}"] if command != "resume" else []
     environ = {"STRATEGY": "fsdp", "NPROC": "2", "MARK": str(world / f"mark-{name}"), **environ}
     environ |= {"RUN": name} if command == "resume" else {}
-    kept = clean_environment(PYTHONPATH=f"{ROOT}{os.pathsep}{world}/site", **environ)
-    answer = subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
+    answer = start(world, command, *given, limit_s=300, python=python, **environ)
     assert answer.returncode == ends, answer.stdout + answer.stderr
     return answer.stdout + answer.stderr
 

@@ -26,8 +26,7 @@ from tests.conftest import ROOT, write_run
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["trian"], "did you mean train?"),
-    (["dance"], "there are: train, resume, train-distributed, "),
+    (["trian"], "did you mean train?"), (["dance"], "there are: train, resume, train-distributed, "),
     ([], "the following arguments are required: command"),
     (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
     (["plan", "--config"], "expected one argument"),
@@ -134,13 +133,11 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    (f"data.train_path=/{'a' * 300}", "does not exist"),
-    (f"output.dir=/{'a' * 300}", "cannot be a folder"),
+    (f"data.train_path=/{'a' * 300}", "does not exist"), (f"output.dir=/{'a' * 300}", "cannot be a folder"),
     ("data.train_path=~nobody-there/x", "does not exist"),
     (r'model.name="a\0b"', "neither a folder here nor a hub id"),
     ("data.train_path=/dev/null", "is not a regular file (a pipe or a device?)"),
-    ("output.dir=/dev/null", "is a file"),
-    ("data.chat_template=/tmp", "is neither a file"),
+    ("output.dir=/dev/null", "is a file"), ("data.chat_template=/tmp", "is neither a file"),
     ("train.epochs=1e400", "found 1e400"),
 ])  # fmt: skip
 def test_paths_that_can_be_none_are_one_message(tmp_path, tiny_llama, sums, refuse, override, message):

@@ -118,8 +118,7 @@ def test_auto_compiles_what_saves_more_than_twice_what_compiling_costs_and_keeps
 
 
 NOT_COMPILED: list[tuple[str, dict[str, Any], str]] = [
-    ("", {"steps": None}, "the number of steps is not known"),
-    ("train.kernels=liger", {}, "train.kernels=liger"),
+    ("", {"steps": None}, "the number of steps is not known"), ("train.kernels=liger", {}, "train.kernels=liger"),
     ("train.gradient_checkpointing=offload", {}, "gradient_checkpointing=offload"),
     ("tuning.backend=unsloth", {}, "tuning.backend=unsloth has its own"),
     ("", {"resumed_compiled": False}, "those of the run that is resumed were not"),
@@ -127,7 +126,7 @@ NOT_COMPILED: list[tuple[str, dict[str, Any], str]] = [
     ("", {"allowed_layouts": ("zero2",), "machine": "2xH100"}, "ZeRO's hooks"),
     ("", {"machine": "1xMyGPU,mem=80GiB"}, "the speed of this GPU is not known"),
     ("", {"machine": "1xT4", "model": "Qwen/Qwen2.5-0.5B"}, "rows would lie otherwise"),  # no kernel for boundaries
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("setting", "changes", "words"), NOT_COMPILED)

@@ -129,12 +129,9 @@ def test_an_override_sets_any_leaf(override, path, value):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("train.epoch=1", "did you mean train.epochs?"),
-    ("train.epochs", "is not key=value"),
-    ("train.epochs=[", "not valid YAML"),
-    ("train.epochs.x=1", "train.epochs"),
-    ("model.name=", "give a value or remove the key"),
-    ("output.name=„x“", "output.name: is in typographic quotes"),
+    ("train.epoch=1", "did you mean train.epochs?"), ("train.epochs", "is not key=value"),
+    ("train.epochs=[", "not valid YAML"), ("train.epochs.x=1", "train.epochs"),
+    ("model.name=", "give a value or remove the key"), ("output.name=„x“", "output.name: is in typographic quotes"),
 ])  # fmt: skip
 def test_a_wrong_override_says_that_it_came_from_set(override, message):
     text = problem(MINIMAL, override)

@@ -102,8 +102,7 @@ def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypat
     ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "need stage 3"),
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "need stage 3"),
     ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimisation is not a DeepSpeed key"),
-    ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
-    ("{", {}, "not valid YAML"),
+    ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"), ("{", {}, "not valid YAML"),
     (None, {}, "does not exist"),
 ])  # fmt: skip
 def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, said):
@@ -117,12 +116,10 @@ def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, s
 
 
 @pytest.mark.parametrize(("file", "wish", "device", "precision"), [
-    ({"bf16": {"enabled": True}}, "no", GPU, "no"),
-    ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
+    ({"bf16": {"enabled": True}}, "no", GPU, "no"), ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
     ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
     ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
-    ({}, "auto", OLD_GPU, "fp16"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"), ({}, "auto", OLD_GPU, "fp16"),
 ])  # fmt: skip
 def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, file, wish, device, precision):
     path = write(tmp_path / "ds.json", file)

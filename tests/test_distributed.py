@@ -1,6 +1,7 @@
 """Runs over several CPU ranks: every engine proved, the losses of one process, and what stops before it begins."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -37,11 +38,13 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 
 
 def start(world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str) -> Any:
-    command, env = [python or warm.python(), "-m", "sft_play", *words], clean_environment(**environ)
+    """A command's end; its processes begin with the sitecustomize.py of the folder's `site`, where it has one."""
+    env = clean_environment(**{"PYTHONPATH": f"{ROOT}{os.pathsep}{world}/site", **environ})
+    command = [python or warm.python(), "-m", "sft_play", *words]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
 
 
-def succeed(world: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def succeed(world: Path, *words: str, **environ: Any) -> subprocess.CompletedProcess[str]:
     """A command with the run YAML of the folder, which has to end with exit code 0."""
     command, *more = words
     answer = start(world, command, "--config", f"{world}/run.yaml", *more, **environ)
@@ -60,13 +63,12 @@ def alone(world) -> dict[str, list[float]]:
 
 
 ENGINES = [
-    ("ddp", "lora", "DistributedDataParallel"),
-    ("fsdp", "full", "FSDPLlamaForCausalLM"),
+    ("ddp", "lora", "DistributedDataParallel"), ("fsdp", "full", "FSDPLlamaForCausalLM"),
     pytest.param("fsdp", "qlora", "FSDPPeftModelForCausalLM", marks=pytest.mark.slow),
     pytest.param("zero2", "qlora", "DeepSpeedEngine", marks=needs_deepspeed),
     pytest.param("zero3", "qlora", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
     pytest.param("zero3", "full", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "mode", "wrapped"), ENGINES)
@@ -126,8 +128,7 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_
 
 @pytest.mark.parametrize(("variables", "message"), [
     ({"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"}, "cannot run this job: bitsa"),
-    ({"NPROC": "3"}, "does not split over"),
-    ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
+    ({"NPROC": "3"}, "does not split over"), ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
     ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
     ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
 ])  # fmt: skip

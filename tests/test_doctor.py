@@ -145,10 +145,8 @@ def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
     ({**V100, "torch_cuda": "13.0"}, {"capability": (7, 5)}),
     ({**TWO_4090, "driver": "560.35.03"}, {"rank_count": 1}),
     ({**GB200, "nccl": "2.28.9"}, {"cpu_architecture": "x86_64"}),
-    ({"layout": "zero2", **of(deepspeed="0.17.6")}, {"layout": "zero3"}),
-    (H100_FLA, {"packages": ("mamba-ssm",)}),
-    (H100_FLA, {"capability": (8, 0)}),
-    (B200, {"packages": ("causal-conv1d",)}),
+    ({"layout": "zero2", **of(deepspeed="0.17.6")}, {"layout": "zero3"}), (H100_FLA, {"packages": ("mamba-ssm",)}),
+    (H100_FLA, {"capability": (8, 0)}), (B200, {"packages": ("causal-conv1d",)}),
     ({**B200, "versions": {FLA: "0.5.0"}}, {"capability": (9, 0)}),
     (of(transformers="5.25.1", peft="0.20.1"), of(transformers="5.23.0", peft="0.20.1")),
 ])  # fmt: skip
@@ -244,12 +242,8 @@ def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
 
 
 @pytest.mark.parametrize(("kept", "free", "changes", "verdict"), [
-    (3, 32 * GIB, {}, "PASS"),
-    (3, 31 * GIB, {}, "FAIL"),
-    (None, 100 * GIB, {}, "WARN"),
-    (None, GIB, {}, "FAIL"),
-    (3, 99 * GIB, {"is_writable": False}, "FAIL"),
-    (3, 0, {"space": None}, "SKIP"),
+    (3, 32 * GIB, {}, "PASS"), (3, 31 * GIB, {}, "FAIL"), (None, 100 * GIB, {}, "WARN"), (None, GIB, {}, "FAIL"),
+    (3, 99 * GIB, {"is_writable": False}, "FAIL"), (3, 0, {"space": None}, "SKIP"),
 ])  # fmt: skip
 def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers(kept, free, changes, verdict):
     settings = {"disk_folder": Path("/data"), "space": DiskSpace(free, free), "is_writable": True, **changes}
@@ -284,11 +278,9 @@ UNLINKED = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1)))
 
 
 @pytest.mark.parametrize(("around", "nodes", "seconds", "verdict", "words"), [
-    # 256 MiB in 1 ms between 2 ranks are 268 GB/s
     (AROUND, NodeSetup(), 0.001, "PASS", "right over NCCL on 2 ranks; 268.44 GB/s a rank, 89% of the 300 GB/s"),
     (AROUND, NodeSetup(), 0.01, "WARN", "9% of the 300 GB/s"),
-    (PCIE, NodeSetup(), 0.05, "PASS", "17% of the 32 GB/s"),
-    (PCIE, NodeSetup(), 0.09, "WARN", "9% of the 32 GB/s"),
+    (PCIE, NodeSetup(), 0.05, "PASS", "17% of the 32 GB/s"), (PCIE, NodeSetup(), 0.09, "WARN", "9% of the 32 GB/s"),
     (ON_CPU, NodeSetup(), 0.001, "PASS", "right over gloo on 2 ranks; 268.44 GB/s a rank"),
     (AROUND, TWO_NODES, 0.001, "PASS", "; 268.44 GB/s a rank"),
     (UNLINKED, NodeSetup(), 0.001, "PASS", "; 268.44 GB/s a rank"),

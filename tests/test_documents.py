@@ -1,6 +1,7 @@
 """Documents become clean text: every format, what is left out, what would do harm, and the same bytes again."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -17,7 +18,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.errors import DataError
 from tests.bundled import there, word_files
-from tests.conftest import need_documents_extra
+from tests.conftest import need_documents_extra, refusal_of
 
 need_documents_extra()
 
@@ -44,10 +45,7 @@ def read(path: Path, **options) -> str:
     return documents.read_document(path, DocumentsConfig(**options))
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(documents.UnreadableDocumentError) as caught:
-        read(path)
-    return str(caught.value)
+refusal = functools.partial(refusal_of, documents.UnreadableDocumentError, read)
 
 
 def make_pdf(path: Path, pages: list[list[str]]) -> Path:
@@ -199,15 +197,10 @@ def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("given", "wanted"), [
-    ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne"),
-    ("one\x0ctwo\u2029three", "one\n\ntwo\n\nthree"),
-    ("co\u00adopera\ufefftion", "cooperation"),
-    ("a\u00a0b\u2009c   \nd", "a b c\nd"),
-    ("cafe\u0301", "café"),
-    ("x\x00y\x07z\ud800", "xyz"),
-    ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07end", "red end"),
-    ("  indented\tstays", "  indented\tstays"),
-    ("می\u200cخواهم 👩\u200d👩", "می\u200cخواهم 👩\u200d👩"),
+    ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne"), ("one\x0ctwo\u2029three", "one\n\ntwo\n\nthree"),
+    ("co\u00adopera\ufefftion", "cooperation"), ("a\u00a0b\u2009c   \nd", "a b c\nd"), ("cafe\u0301", "café"),
+    ("x\x00y\x07z\ud800", "xyz"), ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07end", "red end"),
+    ("  indented\tstays", "  indented\tstays"), ("می\u200cخواهم 👩\u200d👩", "می\u200cخواهم 👩\u200d👩"),
 ])  # fmt: skip
 def test_text_is_cleaned(given, wanted):
     assert documents.clean_text(given) == wanted
@@ -329,8 +322,7 @@ def why_not(path: Path) -> str:
 
 def test_what_cannot_be_read_is_said(tmp_path):
     cases = {
-        "a.txt": (b"", "holds no text"),
-        "b.txt": (b" \n\n", "holds no text"),
+        "a.txt": (b"", "holds no text"), "b.txt": (b" \n\n", "holds no text"),
         "c.txt": (b"\x89PNG\r\n\x1a\n...", ":1: byte 0x89 at column 1 is not UTF-8"),
         "d.txt": (b"abc\n\x00\x01\x02", "is not text (it holds NUL bytes)"),
         "e.txt": (b"first\ncaf\xe9", ":2: byte 0xE9 at column 4 is not UTF-8 (looks like latin1)"),
@@ -339,7 +331,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
         "h.docx": (b"PK\x03\x04 and no more", "cannot be read as docx: damaged"),
         "i.pdf": (b"%PDF-1.4 and no more", "pdf"),
         "j.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600, "an Office file from before 2007"),
-    }
+    }  # fmt: skip
     for name, (data, why) in cases.items():
         (tmp_path / name).write_bytes(data)
         assert why in refusal(tmp_path / name), name
@@ -385,8 +377,7 @@ def test_a_reader_that_is_too_slow_or_dies_is_named_and_the_next_document_is_rea
 
 
 @pytest.mark.parametrize(("text", "overrides"), [
-    ("", ()),
-    ("task_mode: cpt\n", ("data.documents.out_dir=my text/out",)),
+    ("", ()), ("task_mode: cpt\n", ("data.documents.out_dir=my text/out",)),
     ("task_mode: cpt\ndata: {train_path: other.jsonl}\n", ("train.epochs=2",)),
     ("task_mode: cpt_mixed\ndata: {text_path: other.jsonl}\n", ()),
 ])  # fmt: skip

@@ -157,12 +157,11 @@ def _entry(key, value):
 
 TEMPLATE = "tokenizer.chat_template"
 WRONG = {
-    "weights": (_change_weights, {"answers"}),
-    "rows of the output embeddings": (_swap_rows, {"answers"}),
+    "weights": (_change_weights, {"answers"}), "rows of the output embeddings": (_swap_rows, {"answers"}),
     "template": (_entry(TEMPLATE, lambda text: text.replace(b"assistant", b"Assistant")), {"template"}),
     "end": (_entry("tokenizer.ggml.eos_token_id", 1), {"stop tokens"}),
     "pre-tokenizer": (_entry("tokenizer.ggml.pre", b"tekke"), {"tokenizer"}),
-}
+}  # fmt: skip
 
 
 def changed_copy(file: Path, folder: Path, change) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import datetime
 import decimal
+import functools
 import gzip
 import hashlib
 import io
@@ -29,7 +30,7 @@ from sft_play.data.sources import files, raw, tables
 from sft_play.data.sources.examples import count_part_rows
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
-from tests.conftest import chat, write_rows
+from tests.conftest import chat, refusal_of, write_rows
 
 ROW = chat("hello there", "how are you?")
 
@@ -51,10 +52,7 @@ def lines(path: Path, *items: Any) -> Path:
     return write_rows(path, items)
 
 
-def refusal(path, **options) -> str:
-    with pytest.raises(DataError) as error:
-        rows(path, **options)
-    return str(error.value)
+refusal = functools.partial(refusal_of, DataError, rows)
 
 
 class TestKinds:
@@ -104,8 +102,7 @@ class TestKinds:
     @pytest.mark.parametrize(("content", "message"), [
         (b" \n\n", "has no rows: the file is blank"), (b"[]", "the list is empty"),
         (b'[{"a": 1}\n{"a": 2}]', "x.jsonl:2: expected `,` or `]` after a row, found `{`"),
-        (b'[{"a": 1}', "found the end of the file"),
-        (b'[{"a": 1}] x', "text after the end of the list"),
+        (b'[{"a": 1}', "found the end of the file"), (b'[{"a": 1}] x', "text after the end of the list"),
         (b"question,answer\nwhat?,that\n", "or a table with a header line (.csv)"),
         ("{}".encode("utf-32"), "is UTF-32"),
         (b'[{"a": 1},\n {"a": tru}]', '2: not valid JSON: Expecting value at column 8. Line: {"a": tru}]'),
@@ -149,13 +146,10 @@ class TestJson:
         ('{"a": 1}{"a": 2}', "a second object on the same line at column 9"),
         ("{'a': 1}", "keys and strings need double quotes"),
         ('{"a": "b\tc"}', "a raw control character inside a string at column 9"),
-        ('{"a": ' + "[" * 5_000, "nested too deeply"),
-        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
+        ('{"a": ' + "[" * 5_000, "nested too deeply"), ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
         ('{"\\udc00": "a"}', "half of a surrogate pair"), ('{"a": 1e400}', "a number is too large"),
-        ('{"a": {"\\ud83d": 1}}', "half of a surrogate pair"),
-        ('"text"', "a row is not an object"),
-        ('{"messages": [', "the object goes on in the next line"),
-        ('{"a": ' + "1" * 5000 + "}", "too many digits"),
+        ('{"a": {"\\ud83d": 1}}', "half of a surrogate pair"), ('"text"', "a row is not an object"),
+        ('{"messages": [', "the object goes on in the next line"), ('{"a": ' + "1" * 5000 + "}", "too many digits"),
     ])  # fmt: skip
     def test_a_bad_line_says_what_to_do(self, tmp_path, line, message):
         (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")

@@ -98,8 +98,7 @@ class TestMessages:
         assert self.last(content="a", **{key: "hm"})["reasoning_content"] == "hm"
 
     @pytest.mark.parametrize("message", [
-        {"content": None, "tool_calls": [CALL]},
-        {"content": "", "tool_calls": json.dumps([CALL])},
+        {"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": json.dumps([CALL])},
         {"tool_calls": [{"function": json.dumps(CALL["function"])}]},
         {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
         {"content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},

@@ -207,16 +207,10 @@ def first_loss(run: Path) -> float:
     return next(float(entry["loss"]) for entry in entries if "loss" in entry)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tolerance", "words"),
-    [
-        *((kind, 1e-6, ()) for kind in KINDS),
-        ("quantized", 1e-6, ()),
-        ("bf16", 2e-3, ("train.bf16=true",)),
-        ("plain", 1e-6, ("tuning.lora.dropout=0.0", "curriculum=[{name: one}, {name: two, learning_rate: 1e-3}]")),
-    ],
-    ids=[*KINDS, "quantized", "bf16", "stages"],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "tolerance", "words"), [
+    *((kind, 1e-6, ()) for kind in KINDS), ("quantized", 1e-6, ()), ("bf16", 2e-3, ("train.bf16=true",)),
+    ("plain", 1e-6, ("tuning.lora.dropout=0.0", "curriculum=[{name: one}, {name: two, learning_rate: 1e-3}]")),
+], ids=[*KINDS, "quantized", "bf16", "stages"])  # fmt: skip
 def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, succeed, kind, tolerance, words):
     path = write(tmp_path, world, adapter=kind)
     words = (f"output.dir={tmp_path}/runs", "output.name=next", f"model.adapter={world}/outputs/{kind}", *words)
@@ -265,9 +259,7 @@ def spoiled(folder: Path, world: Path, change: str) -> Path:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ("cut", "cannot be read"),
-    ("renamed", "has the shape None there and ("),
-    ("shape", "has the shape ("),
+    ("cut", "cannot be read"), ("renamed", "has the shape None there and ("), ("shape", "has the shape ("),
     ("nan", "has values that are not finite"),
 ])  # fmt: skip
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, world, command, change, said):

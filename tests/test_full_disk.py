@@ -237,9 +237,8 @@ DISKS = [
     pytest.param("outputs", "64k", "are needed, and", marks=pytest.mark.slow),
     ("outputs", "700k", "there is no room for what the run writes"),  # one checkpoint has room, and three exist at once
     ("outputs", "1300k", "the last checkpoint"),  # the files beside weights and states are more than the rest
-    pytest.param("cache", "4k", "SFT_PLAY_CACHE", marks=pytest.mark.slow),
-    ("tmp", "4k", None),
-]
+    pytest.param("cache", "4k", "SFT_PLAY_CACHE", marks=pytest.mark.slow), ("tmp", "4k", None),
+]  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")

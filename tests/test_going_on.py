@@ -147,8 +147,7 @@ def logits(run: Path, mode: str, base: Path):
 
 
 @pytest.mark.parametrize(("mode", "first", "then"), [
-    ("full", ("fsdp", 2), ("", 1)),
-    pytest.param("lora", ("", 1), ("fsdp", 2), marks=pytest.mark.slow),
+    ("full", ("fsdp", 2), ("", 1)), pytest.param("lora", ("", 1), ("fsdp", 2), marks=pytest.mark.slow),
     pytest.param("lora", ("ddp", 2), ("fsdp", 4), marks=pytest.mark.slow),
     pytest.param("full", ("ddp", 2), ("", 1), marks=pytest.mark.slow),
     pytest.param("full", ("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),

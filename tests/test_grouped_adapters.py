@@ -176,14 +176,11 @@ def test_every_other_pass_is_pefts_own(tiny_llama):
     assert all(torch.allclose(mine, pefts, atol=1e-5) for mine, pefts in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["dropout", "dora"])
-def test_dropout_and_dora_stay_pefts(tiny_llama, kind):
-    assert group_adapters(adapted(tiny_llama, kind), [QKV, GATES], dtype=torch.bfloat16) is None
-
-
-def test_another_dtype_than_the_computations_stays_pefts(tiny_llama):
-    """Autocast casts such a base in each pass."""
-    assert group_adapters(adapted(tiny_llama, "lora", dtype=torch.float32), [QKV], dtype=torch.bfloat16) is None
+@pytest.mark.parametrize(("kind", "dtype"), [
+    ("dropout", torch.bfloat16), ("dora", torch.bfloat16), ("lora", torch.float32),  # autocast casts such a base
+])  # fmt: skip
+def test_dropout_dora_and_another_dtype_than_the_computations_stay_pefts(tiny_llama, kind, dtype):
+    assert group_adapters(adapted(tiny_llama, kind, dtype=dtype), [QKV, GATES], dtype=torch.bfloat16) is None
 
 
 def test_nothing_is_held_behind_a_pass(tiny_llama):

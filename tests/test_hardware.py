@@ -274,7 +274,6 @@ def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
 
 
 @pytest.mark.parametrize(("name", "bf16", "fp8"), [
-    # NVIDIA's data sheets and whitepapers: dense, FP32 accumulation
     ("H100", 989.4, 1978.9), ("H200", 989.4, 1978.9), ("A100-80GB", 312, None), ("RTX 4090", 165.2, 330.3),
     ("L40S", 362.05, 733), ("L4", 121, 242), ("B200", 2250, 4500), ("RTX 5090", 209.5, 419.0),
     ("MI300X", 1307.4, 2614.9),

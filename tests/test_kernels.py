@@ -54,12 +54,11 @@ class _Changed(torch.autograd.Function):
 
 
 FORMULAS = {
-    "right": norm,
-    "wrong by 1%": lambda module, x: norm(module, x) * 1.01,
+    "right": norm, "wrong by 1%": lambda module, x: norm(module, x) * 1.01,
     "wrong gradient": lambda module, x: _Changed.apply(norm(module, x), False, 1.01),
     "worse in 16 bits": lambda module, x: _Changed.apply(norm(module, x), True, 1.0),
     "not a number": lambda module, x: norm(module, x) * float("nan"),
-}
+}  # fmt: skip
 
 
 def stand_in(monkeypatch, formula: str) -> list[dict[str, bool]]:

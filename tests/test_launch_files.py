@@ -2,12 +2,12 @@
 
 import ast
 import copy
+import functools
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,13 +26,9 @@ from sft_play.launch.request import DeepspeedRequest, LaunchOptions, fill_from_a
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
-from tests.conftest import ROOT
+from tests.conftest import ROOT, refusal_of
 
-
-def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        function(*arguments, **options)
-    return str(error.value)
+refusal = functools.partial(refusal_of, ConfigError)
 
 
 def machine(gpus: int) -> Hardware:

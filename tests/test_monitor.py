@@ -64,9 +64,8 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
         event("DistributedDataParallel.forward", 0, 60, annotation=True),
         event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 60, 80),
         event("Optimizer.step#AdamW.step", 60, 100, annotation=True),
-        event("void at::native::multi_tensor_apply_kernel", 80, 100),
-        event("aten::mm", 0, 100, on_gpu=False),
-    ]
+        event("void at::native::multi_tensor_apply_kernel", 80, 100), event("aten::mm", 0, 100, on_gpu=False),
+    ]  # fmt: skip
     communication, computation = split_spans(events, on_gpu=True)
     assert (communication, computation) == ([(0, 30), (60, 80)], [(20, 60), (80, 100)])
     assert exposed_time(communication, computation) == 40  # 0-20 and 60-80

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +17,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop import callbacks as finite
 from sft_play.training.loop.loop import PlannedLoop
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.test_distributed import start
 from tests.test_train import assert_same_bits, losses, metrics, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -181,22 +179,18 @@ def test_all_ranks_leave_a_step_out_where_one_of_them_is_not_finite(world, strat
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", PRECISION[precision], "train.save_steps=1"]
     words += ["train.save_total_limit=null", f"output.name={name}"]
 
-    def start(python: str, command: str, *more: str, spoiled: str = "", **environ: str) -> tuple[int, str]:
-        path = f"{ROOT}{os.pathsep}{world}/site"
-        kept = clean_environment(PYTHONPATH=path, STRATEGY=strategy, NPROC="2", SPOILED=spoiled, **environ)
-        answer = subprocess.run(
-            [python, "-m", "sft_play", command, *words, *more], cwd=ROOT, env=kept, capture_output=True,
-            text=True, timeout=550,
-        )  # fmt: skip
+    def begun(python: str, command: str, *more: str, spoiled: str = "", **environ: str) -> tuple[int, str]:
+        kept = {"STRATEGY": strategy, "NPROC": "2", "SPOILED": spoiled, **environ}
+        answer = start(world, command, *words, *more, limit_s=550, python=python, **kept)
         return answer.returncode, answer.stdout + answer.stderr
 
-    code, printed = start(sys.executable, "train-distributed", spoiled="3")  # ranks that fail: not by forks
+    code, printed = begun(sys.executable, "train-distributed", spoiled="3")  # ranks that fail: not by forks
     assert code == 2, printed
     assert "step 3: the gradient norm is" in printed
     assert "the last checkpoint is that of step 2" in printed
     folder = world / "outputs" / name
     assert complete(folder) == ["checkpoint-1", "checkpoint-2"]
-    code, printed = start(warm.python(), "resume", "train.on_nan=skip", RUN=name, spoiled="3")
+    code, printed = begun(warm.python(), "resume", "train.on_nan=skip", RUN=name, spoiled="3")
     assert (code, "from step 2" in printed) == (0, True), printed
     assert printed.count("Step 3 skipped: the gradient norm is") == 1
     assert_same_bits(saved(folder, 2), saved(folder, 3))

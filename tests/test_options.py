@@ -97,8 +97,7 @@ def _write_templates(folder: Path) -> None:
     thought = f"{{{{ m.role + ({think} if m.role == 'assistant' else '') + m.content"
     calls = "{{ m.tool_calls|tojson if m.tool_calls }}"
     templates = {
-        "mine": turns + prompt,
-        "thinks": turns.replace("{{ m.role + m.content", thought) + prompt,
+        "mine": turns + prompt, "thinks": turns.replace("{{ m.role + m.content", thought) + prompt,
         "prompts_think": turns + prompt.replace("{% end", "<think></think>{% end"),
         "calls": turns.replace("<|im_end|>", f"{calls}<|im_end|>") + prompt,
         "kwargs": "{{ tone or 'plain' }}" + turns + prompt,
@@ -106,7 +105,7 @@ def _write_templates(folder: Path) -> None:
         "inexact": turns + prompt.replace("assistant{%", "model{%"),
         "endless": turns.replace("<|im_end|>", "\n") + prompt,
         "nosystem": turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt,
-    }
+    }  # fmt: skip
     for name, text in templates.items():
         (folder / f"{name}.jinja").write_text(text)
 

@@ -7,11 +7,9 @@ The error is injected: torch's own, raised by a pass (an evaluation, an answer, 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shlex
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +32,8 @@ from sft_play.training.loop.rows import EpochOrder, StepBatches
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match
 from sft_play.training.prepare import device_checks
-from tests import warm
-from tests.conftest import ROOT, clean_environment
 from tests.ranks_micro_batches import trainer_of
+from tests.test_distributed import succeed
 from tests.test_train import assert_same_bits, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -346,25 +343,22 @@ def test_ranks_start_again_from_the_last_checkpoint_as_a_run_planned_so(world, s
     if strategy == "zero2":
         pytest.importorskip("deepspeed")
     name = f"{strategy}-{step}-{rank}"
-    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", "tuning.lora.dropout=0.1", *more]
+    words = ["tuning.mode=lora", "tuning.lora.dropout=0.1", *more]
     words += ["train.save_steps=1", "train.save_total_limit=null", "train.report_to=[tensorboard]"]
 
-    def start(command: str, *settings: str, **environ: str) -> str:
-        path = f"{ROOT}{os.pathsep}{world}/site"
-        kept = clean_environment(PYTHONPATH=path, STRATEGY=strategy, NPROC="2", **environ)
-        asked = [warm.python(), "-m", "sft_play", command, *words, *settings]
-        answer = subprocess.run(asked, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=550)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+    def ended(command: str, *settings: str, **environ: str) -> str:
+        kept = {"STRATEGY": strategy, "NPROC": "2", **environ}
+        answer = succeed(world, command, *words, *settings, limit_s=550, **kept)
         return answer.stdout + answer.stderr
 
-    printed = start("train-distributed", f"output.name={name}", LACKING=str(rank), AT_STEP=str(step))
+    printed = ended("train-distributed", f"output.name={name}", LACKING=str(rank), AT_STEP=str(step))
     assert f"rank {rank} ran out of memory (training, 2 rows at a time): all ranks end, and start again" in printed
     assert "Starting again with micro-batch 1" in printed
     folder, other = world / "outputs" / name, world / "outputs" / f"{name}-planned"
     planned = ["train.batch_size=1", f"output.name={other.name}"]
     if step > 1:  # what was trained until then had two rows at a time
-        start("train-distributed", f"output.name={other.name}", f"train.stop_after_steps={step - 1}")
-    start("resume" if step > 1 else "train-distributed", *planned, **({"RUN": other.name} if step > 1 else {}))
+        ended("train-distributed", f"output.name={other.name}", f"train.stop_after_steps={step - 1}")
+    ended("resume" if step > 1 else "train-distributed", *planned, **({"RUN": other.name} if step > 1 else {}))
     assert losses(folder) == losses(other)
     assert len(losses(folder)) == 5
     assert_same_bits(weights(folder), weights(other))

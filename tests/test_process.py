@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -22,7 +23,7 @@ from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.errors import ConfigError, DataError
-from tests.conftest import chat
+from tests.conftest import chat, refusal_of
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -65,10 +66,7 @@ def contents(path: Path) -> set[str]:
 ALL_IN_TRAIN = ("data.process.val_fraction=0", "data.process.test_fraction=0")
 
 
-def refusal(run, *settings, **options) -> str:
-    with pytest.raises(DataError) as error:
-        run(*settings, **options)
-    return str(error.value)
+refusal = functools.partial(refusal_of, DataError)
 
 
 def test_raw_files_of_every_kind_become_one_form(run, tmp_path):
@@ -333,8 +331,7 @@ class TestStyleOfARun:
     """System prompts that rows are given when they are read: those that `make style` would write."""
 
     ROWS = (
-        chat("plain", "a"),
-        after({"role": "system", "content": "old"}, "old"),
+        chat("plain", "a"), after({"role": "system", "content": "old"}, "old"),
         after({"role": "System ", "content": "old"}, "odd role"),
         after({"role": "developer", "content": "dev", "name": "Ann"}, "developer"),
         after({"role": "system", "content": [{"type": "text", "text": "part"}]}, "parts"),
@@ -342,7 +339,7 @@ class TestStyleOfARun:
         {"conversations": [{"from": "human", "value": "sharegpt"}, {"from": "gpt", "value": "a"}], "system": "column"},
         {"instruction": "alpaca", "input": "", "output": "a"},
         {"prompt": [{"role": "system", "content": "of pairs"}, {"role": "user", "content": "pair"}], "completion": "a"},
-    )
+    )  # fmt: skip
     """Each in a file of its own, since a file has one format."""
 
     def config(self, folder, path, style):

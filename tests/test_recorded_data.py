@@ -63,12 +63,11 @@ TEMPLATES = {
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
 }
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"loss_on": "completion", "on_inexact_mask": "train", "on_missing_end": "train"},
+    {}, {"loss_on": "completion", "on_inexact_mask": "train", "on_missing_end": "train"},
     {"loss_on": "all", "multi_turn": "split", "system_into_user": True, "merge_consecutive": True},
     {"special_tokens_in_text": "control", "truncate": "prompt", "on_missing_end": "train"},
     {"special_tokens_in_text": "fail", "truncate": "drop"},
-)
+)  # fmt: skip
 PLAIN_WORDS = "hello there how are you light in kitchen is on 12 + 30 <|im_end|> </think> <think> é 語 yes no"
 WORDS = [*PLAIN_WORDS.split(), "\n", "\t"]
 
@@ -155,10 +154,9 @@ def odd_rows(draw: random.Random) -> list[Any]:
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
         {"instruction": "do", "input": "it", "output": "done"},
         {"instruction": "do", "input": "", "output": "done", "history": [["x", "y"]]},
-        {"prompt": "p", "completion": "c"},
-        {"question": "q?", "answer": "a."},
+        {"prompt": "p", "completion": "c"}, {"question": "q?", "answer": "a."},
         {"messages": [{"role": "system", "content": "s"}, *({"role": r, "content": r} for r in ("user", "assistant"))]},
-    ]
+    ]  # fmt: skip
     bad = [
         {"messages": []}, {"messages": [{"role": "user", "content": "alone"}]},
         {"messages": [{"role": "usr", "content": "x"}]},
@@ -410,10 +408,9 @@ ASKED: dict[str, tuple[Any, Any]] = {
     **{f"process {seed}": (processed, seed) for seed in range(24)},
     **{f"documents {seed}": (documents, seed) for seed in range(16)},
     **{f"shown {seed}": (shown, seed) for seed in range(9)},
-    **{f"packed {seed}": (packed, seed) for seed in range(6)},
-    **{f"read {seed}": (read, seed) for seed in range(12)},
+    **{f"packed {seed}": (packed, seed) for seed in range(6)}, **{f"read {seed}": (read, seed) for seed in range(12)},
     **{f"split {seed}": (split, seed) for seed in range(60)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, OomEvent, RunFolder, write_oom_note
 from sft_play.training.checkpoints import checkpoints
-from tests import warm
-from tests.conftest import ROOT, clean_environment, write_run
+from tests import test_distributed as distributed
+from tests.conftest import write_run
 from tests.test_train import assert_same_bits, losses, weights
 
 pytestmark = pytest.mark.build
@@ -184,11 +183,8 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("DYING"):
 def begun(world: Path, command: str, name: str, *words: str, **environ: str) -> tuple[int, str]:
     marks = world / f"marks-{name}"
     marks.mkdir()
-    path = f"{ROOT}{os.pathsep}{world}/site"
-    given = [warm.python(), "-m", "sft_play", command, "--config", f"{world}/run.yaml", f"output.name={name}"]
-    given += ["tuning.lora.dropout=0.1", "train.save_steps=1", *words]
-    kept = clean_environment(PYTHONPATH=path, MARKS=str(marks), **environ)
-    ended = subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=550)
+    given = ["--config", f"{world}/run.yaml", f"output.name={name}", "tuning.lora.dropout=0.1", "train.save_steps=1"]
+    ended = distributed.start(world, command, *given, *words, limit_s=550, MARKS=str(marks), **environ)
     return ended.returncode, ended.stdout + ended.stderr
 
 

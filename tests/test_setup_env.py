@@ -595,17 +595,14 @@ def test_the_driver_and_the_gpus_decide_the_build(machine, name, source):
     assert chosen(machine) == (name, source)
 
 
-@pytest.mark.parametrize(
-    ("machine", "parts", "update"),
-    [
-        (linux("525.60.11", L4), ["needs driver 580 or newer", "needs driver 525.60.13 or newer"], "580"),
-        (linux("470.57.02"), ["driver 470.57.02 here", "needs driver 525.60.13"], "580"),
-        (linux("570.86.15", RTX5090), ["CUDA 12.6 (cu126): has no kernels for NVIDIA GeForce RTX 5090"], "580"),
-        (linux("470.57.02", V100), ["CUDA 13.0 (cu130): needs driver 580 or newer; has no kernels"], "525"),
-        (linux("470.57.02", K80, K80), ["has no kernels for Tesla K80 (capability 3.7)"], None),
-        (linux("580.65.06", V100, RTX5090), ["no kernels for Tesla V100", "no kernels for NVIDIA GeForce"], None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "parts", "update"), [
+    (linux("525.60.11", L4), ["needs driver 580 or newer", "needs driver 525.60.13 or newer"], "580"),
+    (linux("470.57.02"), ["driver 470.57.02 here", "needs driver 525.60.13"], "580"),
+    (linux("570.86.15", RTX5090), ["CUDA 12.6 (cu126): has no kernels for NVIDIA GeForce RTX 5090"], "580"),
+    (linux("470.57.02", V100), ["CUDA 13.0 (cu130): needs driver 580 or newer; has no kernels"], "525"),
+    (linux("470.57.02", K80, K80), ["has no kernels for Tesla K80 (capability 3.7)"], None),
+    (linux("580.65.06", V100, RTX5090), ["no kernels for Tesla V100", "no kernels for NVIDIA GeForce"], None),
+])  # fmt: skip
 def test_where_no_build_runs_the_message_says_why_and_what_to_update(machine, parts, update):
     with pytest.raises(BuildError) as caught:
         torch_build.choose(machine)

@@ -454,8 +454,7 @@ def test_a_verdict_replays_and_an_edited_file_does_not(tmp_path, recorded, what)
 
 
 WRONG_FILES = {
-    "no JSON": lambda data: "{",
-    "another JSON": lambda data: "[]",
+    "no JSON": lambda data: "{", "another JSON": lambda data: "[]",
     "another format": lambda data: json.dumps(data | {"format": "other"}),
     "no evidence": lambda data: json.dumps(data | {"evidence": None}),
     "a level above 1": lambda data: json.dumps(data | {"thresholds": {"level": 2}}),
@@ -464,7 +463,7 @@ WRONG_FILES = {
     "no list of checks": lambda data: json.dumps(data | {"checks": 5}),
     "a check that is a text": lambda data: json.dumps(data | {"checks": ["task"]}),
     "a row less": lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [', 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG_FILES)

@@ -78,21 +78,18 @@ def test_a_weight_that_gives_no_row_or_too_many_passes_is_refused_and_the_table_
     assert lines[2].split() == ["chat", "30", "10", "25.00%", "0.333"]
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ("sources: [{path: a, max_rows: 0}]", "data.sources[0].max_rows: expected a whole number of at least 1"),
-        ("sources: [{path: a, wieght: 2}]", "data.sources[0].wieght: unknown key (value 2); did you mean weight?"),
-        ("sources: [{weight: 2}]", "data.sources[0].path: missing"),
-        ("sources: [a.jsonl]", 'data.sources[0]: expected a section, found "a.jsonl"; write {path: "a.jsonl", …}'),
-        ("sources: [{path: x/a.jsonl}, {path: b, name: a}]", "data.sources[1].name: is named a, as data.sources[0] is"),
-        ("sources: [{path: a, weight: 1}, {path: b}]", "data.sources[1]: has no weight, and other sources have one"),
-        ("train_path: a\n  sources: [{path: b}]", "run.yaml:3: data.train_path: given together with data.sources"),
-        ("val_path: v\n  sources: [{path: b, val_path: c}]", "data.val_path: given together with a source's val_path"),
-        ("train_path: null", "data.train_path: null, and data.sources is empty"),
-        ("sources:\n  - path: a\n    weight: 1\n  - path: b\n    weight: 0", "run.yaml:7: data.sources[1].weight: exp"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("data", "said"), [
+    ("sources: [{path: a, max_rows: 0}]", "data.sources[0].max_rows: expected a whole number of at least 1"),
+    ("sources: [{path: a, wieght: 2}]", "data.sources[0].wieght: unknown key (value 2); did you mean weight?"),
+    ("sources: [{weight: 2}]", "data.sources[0].path: missing"),
+    ("sources: [a.jsonl]", 'data.sources[0]: expected a section, found "a.jsonl"; write {path: "a.jsonl", …}'),
+    ("sources: [{path: x/a.jsonl}, {path: b, name: a}]", "data.sources[1].name: is named a, as data.sources[0] is"),
+    ("sources: [{path: a, weight: 1}, {path: b}]", "data.sources[1]: has no weight, and other sources have one"),
+    ("train_path: a\n  sources: [{path: b}]", "run.yaml:3: data.train_path: given together with data.sources"),
+    ("val_path: v\n  sources: [{path: b, val_path: c}]", "data.val_path: given together with a source's val_path"),
+    ("train_path: null", "data.train_path: null, and data.sources is empty"),
+    ("sources:\n  - path: a\n    weight: 1\n  - path: b\n    weight: 0", "run.yaml:7: data.sources[1].weight: exp"),
+])  # fmt: skip
 def test_what_is_wrong_with_sources_is_said_with_its_place(data, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         config_from_text(f"model: {{name: x}}\ndata:\n  {data}\n", name="run.yaml")

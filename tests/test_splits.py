@@ -74,18 +74,15 @@ class TestSplits:
         train = build(tokenizer, f"data: {{train_path: {path}, val_path: null, on_bad_row: skip}}").train
         assert (len(train.rows), train.stats.dropped_rows["messages is empty"]) == (1, 1)
 
-    @pytest.mark.parametrize(
-        ("data", "said"),
-        [
-            ("task_mode: cpt\ndata: {train_path: w.txt, test_path: null}", "less than one block of max_seq_len 64"),
-            ("task_mode: cpt\ndata: {train_path: t.jsonl}", r"task_mode is cpt.*use task_mode=sft"),
-            ("task_mode: cpt\ndata: {train_path: t.txt, val_path: t.jsonl}", r"1 rows are chats .*data\.val_path=null"),
-            (f"{MIXED}, text_fraction: 0.9999999}}", "passes over it; lower it"),
-            ("data: {train_path: q.jsonl, columns: {prompt: nix, completion: r}}", r"names nix; the columns are: q, r"),
-            ("data: {train_path: q.jsonl, columns: {prompt: q, completion: q}}", "q is mapped to two columns"),
-            ("data: {train_path: q.jsonl, columns: {promt: q}}", "did you mean prompt"),
-        ],
-    )
+    @pytest.mark.parametrize(("data", "said"), [
+        ("task_mode: cpt\ndata: {train_path: w.txt, test_path: null}", "less than one block of max_seq_len 64"),
+        ("task_mode: cpt\ndata: {train_path: t.jsonl}", r"task_mode is cpt.*use task_mode=sft"),
+        ("task_mode: cpt\ndata: {train_path: t.txt, val_path: t.jsonl}", r"1 rows are chats .*data\.val_path=null"),
+        (f"{MIXED}, text_fraction: 0.9999999}}", "passes over it; lower it"),
+        ("data: {train_path: q.jsonl, columns: {prompt: nix, completion: r}}", r"names nix; the columns are: q, r"),
+        ("data: {train_path: q.jsonl, columns: {prompt: q, completion: q}}", "q is mapped to two columns"),
+        ("data: {train_path: q.jsonl, columns: {promt: q}}", "did you mean prompt"),
+    ])  # fmt: skip
     def test_what_a_run_cannot_train_on_is_refused(self, tokenizer, tmp_path, monkeypatch, data, said):
         monkeypatch.chdir(tmp_path)
         write_rows(Path("t.jsonl"), [ROW])

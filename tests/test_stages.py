@@ -72,19 +72,15 @@ def test_stages_of_recorded_settings_have_the_held_out_rows_that_they_had(tmp_pa
         path.write_text(json.dumps(resolved_config(given.config)))
 
 
-@pytest.mark.parametrize(
-    ("curriculum", "said"),
-    [
-        ("- {name: a, epochs: 0}", "run.yaml:5: curriculum[0].epochs: expected a number above 0 or null, found 0"),
-        ("- {name: a}\n- {name: b, lr: 3}", "run.yaml:6: curriculum[1].lr: unknown key (value 3); curriculum[]"),
-        ("- {name: a, train: {bf16: true}}", "curriculum[0].train.bf16: applies to all stages; set train.bf16"),
-        ("- {name: a, epochs: 1, train: {epochs: 2}}", "curriculum[0].train.epochs: set twice: here and as"),
-        ("- {name: a}\n- {name: A, epochs: 1}", "run.yaml:5: curriculum[0].name: a is the name of 2 stages"),
-        ("- {name: a, data: {sources: [{path: q, weight: 0}]}}", "curriculum[0].data.sources[0].weight: expected"),
-        ("- {epochs: 1}", "curriculum[0].name: missing"),
-        ("- a", 'curriculum[0]: expected a section, found "a"'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("curriculum", "said"), [
+    ("- {name: a, epochs: 0}", "run.yaml:5: curriculum[0].epochs: expected a number above 0 or null, found 0"),
+    ("- {name: a}\n- {name: b, lr: 3}", "run.yaml:6: curriculum[1].lr: unknown key (value 3); curriculum[]"),
+    ("- {name: a, train: {bf16: true}}", "curriculum[0].train.bf16: applies to all stages; set train.bf16"),
+    ("- {name: a, epochs: 1, train: {epochs: 2}}", "curriculum[0].train.epochs: set twice: here and as"),
+    ("- {name: a}\n- {name: A, epochs: 1}", "run.yaml:5: curriculum[0].name: a is the name of 2 stages"),
+    ("- {name: a, data: {sources: [{path: q, weight: 0}]}}", "curriculum[0].data.sources[0].weight: expected"),
+    ("- {epochs: 1}", "curriculum[0].name: missing"), ("- a", 'curriculum[0]: expected a section, found "a"'),
+])  # fmt: skip
 def test_what_is_wrong_with_a_stage_is_said_with_its_place(tmp_path, curriculum, said):
     assert said in refusal(tmp_path, curriculum)
 

@@ -74,9 +74,8 @@ FILES = {"empty": "", "broken": jsonl(*["{not json"] * 130), "unknown": jsonl({"
 WRONG_DATA = {
     "empty": "empty.jsonl has no rows: the file is empty",
     "broken": "100 of the first 100 rows of data.train_path=broken.jsonl cannot be used: 100 x not valid JSON",
-    "unknown": "picture",
-    "missing": "data.train_path: missing.jsonl does not exist",
-}
+    "unknown": "picture", "missing": "data.train_path: missing.jsonl does not exist",
+}  # fmt: skip
 WRONG_FOLDER = {
     ("output.dir=good.jsonl/outputs",): "output.dir=good.jsonl/outputs cannot be written: Not a directory",
     ("output.name=held", "output.if_exists=replace"): "is being written by another process",

@@ -248,18 +248,15 @@ def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
     assert set(read["source"]) == {seed % 2}
 
 
-@pytest.mark.parametrize(
-    ("words", "stopped", "kind", "message"),
-    [
-        ([(3, ("user", "DoesNotFit", "too much", 1))], 0, DoesNotFit, "too much"),
-        ([(1, ("fault", "KeyError", "'x'", 1))], 0, RuntimeError, "KeyError: 'x'"),
-        ([(130, ("stopped", "Interrupted", "stopped at step 2", 1))], 1, Interrupted, "stopped at step 2"),
-        ([(-signal.SIGKILL, None)], 0, BackendError, "killed by SIGKILL \\(out of memory"),
-        ([(-signal.SIGKILL, None)], 2, Interrupted, "ended at once"),
-        ([(1, ("peer", "DistBackendError", "gone", 1)), (2, ("user", "ModelError", "root", 2))], 0, ModelError, "root"),
-        ([(2, ("user", "ModelError", "later", 5)), (2, ("user", "ModelError", "first", 2))], 0, ModelError, "first"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "stopped", "kind", "message"), [
+    ([(3, ("user", "DoesNotFit", "too much", 1))], 0, DoesNotFit, "too much"),
+    ([(1, ("fault", "KeyError", "'x'", 1))], 0, RuntimeError, "KeyError: 'x'"),
+    ([(130, ("stopped", "Interrupted", "stopped at step 2", 1))], 1, Interrupted, "stopped at step 2"),
+    ([(-signal.SIGKILL, None)], 0, BackendError, "killed by SIGKILL \\(out of memory"),
+    ([(-signal.SIGKILL, None)], 2, Interrupted, "ended at once"),
+    ([(1, ("peer", "DistBackendError", "gone", 1)), (2, ("user", "ModelError", "root", 2))], 0, ModelError, "root"),
+    ([(2, ("user", "ModelError", "later", 5)), (2, ("user", "ModelError", "first", 2))], 0, ModelError, "first"),
+])  # fmt: skip
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
     """Workers that ended with a code and, where they wrote one, a failure (kind, class, message, time)."""
     exits = []

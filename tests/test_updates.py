@@ -63,11 +63,10 @@ def test_numbers_that_bf16_holds_and_those_that_are_none_stay():
 
 
 OPTIMIZERS = {
-    "fused": (torch.optim.AdamW, {"fused": True}),
-    "foreach": (torch.optim.AdamW, {"foreach": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}), "foreach": (torch.optim.AdamW, {"foreach": True}),
     "paged": (PagedAdamW, {"optim_bits": 8}),
     "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
-}
+}  # fmt: skip
 
 
 def steps(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], first: int, last: int) -> None:
@@ -176,13 +175,10 @@ def test_somewhere_rounding_makes_a_run_fit():
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-@pytest.mark.parametrize(
-    ("wish", "compute", "dtype"),
-    [
-        ("auto", "bfloat16", "float32"), ("auto", "float32", "float32"), ("float32", "bfloat16", "float32"),
-        ("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("bfloat16", "float16", "float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wish", "compute", "dtype"), [
+    ("auto", "bfloat16", "float32"), ("auto", "float32", "float32"), ("float32", "bfloat16", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("bfloat16", "float16", "float32"),
+])  # fmt: skip
 def test_adapters_are_fp32_unless_bf16_is_asked_for_by_name(mode, wish, compute, dtype):
     config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}, lora: {{dtype: {wish}}}}}", name="x")
     assert adapter_dtype(config, Precision(compute, compute, "")) == dtype
@@ -302,13 +298,10 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "mode", "copies"),
-    [
-        ("ddp", "full", []), ("fsdp", "qlora", []), ("tp", "lora", []), ("zero2", "qlora", ["float32"]),
-        ("zero3", "full", ["float32"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "mode", "copies"), [
+    ("ddp", "full", []), ("fsdp", "qlora", []), ("tp", "lora", []), ("zero2", "qlora", ["float32"]),
+    ("zero3", "full", ["float32"]),
+])  # fmt: skip
 def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strategy, mode, copies):
     from tests.test_distributed import start as launched
 

@@ -3,7 +3,6 @@ ZeRO-3 with QLoRA: what a rank holds while loading and in a step, and runs over 
 
 import functools
 import json
-import os
 import random
 import subprocess
 import threading
@@ -34,8 +33,7 @@ from sft_play.training.checkpoints import checkpoints, last_checkpoint
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.engines import _require_divided
 from sft_play.training.heartbeat import Heartbeat
-from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.test_distributed import start, succeed
 from tests.test_train import assert_same_bits, logged, losses, weights
 
 pytestmark = pytest.mark.build
@@ -144,15 +142,11 @@ def states(checkpoint: Path, aside: Path) -> tuple[dict[str, torch.Tensor], list
 
 
 def run(world: Path, command: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    given = [warm.python(), "-m", "sft_play", command, "--config", f"{world}/run.yaml", *words]
-    kept = clean_environment(PYTHONPATH=f"{ROOT}{os.pathsep}{world}/site", **environ)
-    return subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=400)
+    return start(world, command, "--config", f"{world}/run.yaml", *words, limit_s=400, **environ)
 
 
 def done(world: Path, command: str, *words: str, **environ: str) -> str:
-    answer = run(world, command, *words, **environ)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
+    return succeed(world, command, *words, limit_s=400, **environ).stdout
 
 
 @pytest.fixture(scope="module")

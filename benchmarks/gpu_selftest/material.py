@@ -65,10 +65,9 @@ def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -
     kinds = {
         "equal": rows(needed, full, full),
         "unequal": rows(needed - needed // 4, 2, size.seq_len // 2) + rows(needed // 4, full, full),
-        "packed": rows(needed * 6, short // 2, short),
-        "held-out": rows(HELD_OUT_ROWS, short // 2, short),
+        "packed": rows(needed * 6, short // 2, short), "held-out": rows(HELD_OUT_ROWS, short // 2, short),
         "out-of-memory": rows(min(8, largest_batch), full, full) * -(-largest_batch // 8),
-    }
+    }  # fmt: skip
     draw.shuffle(kinds["unequal"])  # else the long rows would share their micro-batches, and pad nothing
     for name, kind_rows in kinds.items():
         write_rows(folder / f"{name}.jsonl", kind_rows)

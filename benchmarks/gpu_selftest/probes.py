@@ -17,11 +17,10 @@ from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import watch_parent
 
 _KINDS = (
-    ("cudnn", ("cudnn",)),
-    ("flash", ("flash",)),
+    ("cudnn", ("cudnn",)), ("flash", ("flash",)),
     ("efficient", ("efficient_attention", "fmha_cutlass", "fmha", "attention_kernel_batched")),
     ("math", ("attention_math", "softmax")),
-)
+)  # fmt: skip
 """Kinds of attention by parts of kernels' and operators' names, the first that one has: flash attention's names hold
 "fmha" in some builds, and only the math kernel runs a softmax by itself."""
 

@@ -95,14 +95,13 @@ def _steps(bench: TrialBench, hardware: Hardware) -> list[Step]:
         Step(f"{ENVIRONMENT}nf4", lambda: machine_parts.check_nf4(bench), packages=WITHOUT_TRL),
         Step(f"{ENVIRONMENT}attention", attention, packages=("torch", "transformers")),
         Step(f"{ENVIRONMENT}host", lambda: machine_parts.check_host(bench, hardware), 1, WITHOUT_TRL),
-        Step(f"{ENVIRONMENT}nvml", lambda: machine_parts.check_nvml(bench), 1, torch),
-        *every[: len(MODES)],
+        Step(f"{ENVIRONMENT}nvml", lambda: machine_parts.check_nvml(bench), 1, torch), *every[: len(MODES)],
         Step(trials.OUT_OF_MEMORY, with_material(lambda: trials.run_out_of_memory(bench, hardware)), 1),
         *every[len(MODES) :],
         Step(f"{SEVERAL}all-reduce", lambda: machine_parts.check_all_reduce(bench, hardware), packages=torch),
         Step(f"{SEVERAL}fsdp-qlora", with_material(lambda: machine_parts.check_fsdp_qlora(bench, hardware))),
         Step(f"{SEVERAL}verify-layouts", lambda: machine_parts.check_layouts(bench), 2),
-    ]
+    ]  # fmt: skip
 
 
 def _make_material(bench: TrialBench) -> str | None:

@@ -86,12 +86,11 @@ def _config(settings: ScriptSettings) -> RunConfig:
     targets = adapter.get("target_modules", "all-linear")
     bf16_adapters = (settings.adapters or ("bfloat16" if settings.mode == "qlora" else "float32")) == "bfloat16"
     lora = {
-        "dtype": "bfloat16" if bf16_adapters else "auto",
-        "r": int(adapter.get("r", 8)),
+        "dtype": "bfloat16" if bf16_adapters else "auto", "r": int(adapter.get("r", 8)),
         "dropout": float(adapter.get("lora_dropout") or 0),
         "use_dora": bool(adapter.get("use_dora")) or str(adapter.get("peft_type", "")).upper() == "DORA",
         "target_modules": "auto" if not targets or isinstance(targets, str) else list(targets),
-    }
+    }  # fmt: skip
     plain = {
         "model": {"name": "published", "max_seq_len": settings.seq_len},
         "tuning": {"mode": settings.mode, "lora": lora},

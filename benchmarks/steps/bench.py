@@ -97,9 +97,8 @@ class Comparison:
             "steps": mine["step_digests"] == other["step_digests"],
             "tokens": mine["tokens"]["total"] == other["tokens"]["total"],
             "trained_tokens": mine["tokens"]["trained"] == other["tokens"]["trained"],
-            "largest_loss_difference": max(abs(a - b) for a, b in pairs),
-            "losses_compared": len(pairs),
-        }
+            "largest_loss_difference": max(abs(a - b) for a, b in pairs), "losses_compared": len(pairs),
+        }  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         return {

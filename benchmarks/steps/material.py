@@ -45,12 +45,11 @@ def write_chats(
 def write_config(path: Path, *, model: Path | str, rows: Path, seq_len: int, **sections: dict[str, Any]) -> Path:
     """A run YAML on these rows; `sections` are settings by section (`train={...}`)."""
     settings: dict[str, dict[str, Any]] = {
-        "model": {"name": str(model), "max_seq_len": seq_len},
-        "tuning": {"mode": "lora"},
+        "model": {"name": str(model), "max_seq_len": seq_len}, "tuning": {"mode": "lora"},
         "data": {"train_path": str(rows), "val_path": None, "test_path": None, "max_lost_fraction": 1.0, "workers": 1},
         "train": {"effective_batch_size": 32, "max_steps": 100, "report_to": [], "logging_steps": 10},
         "eval": {"steps": 0, "before_training": False},
-    }
+    }  # fmt: skip
     for section, values in sections.items():
         settings.setdefault(section, {}).update(values)
     path.write_text(json.dumps(settings, indent=2), encoding="utf-8")  # JSON is YAML
