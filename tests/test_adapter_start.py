@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from sft_play.config.schema import LoraConfig
+from sft_play.training.class_checks import replaced_code
+from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.model.model_loading import freeze_pissa_half, initialize_adapters, low_rank_factors
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from tests.models import make_llama
@@ -155,6 +157,25 @@ RUNS = {
 def test_a_run_resumes_to_the_same_bits(trained, bf16, kind):  # noqa: F811
     words = ("tuning.lora.r=4", f"train.bf16={bf16}", "train.max_steps=4", "train.save_steps=2")
     assert_resumes(trained, *RUNS[kind], *words)
+
+
+def test_half_of_pissa_stays_where_blocks_are_compiled(trained, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", "eager")
+    changed, real = [], PlannedLoop.train
+
+    def compared(self, *args, **options):
+        before = {name: one.detach().clone() for name, one in self.model.named_parameters() if "lora_A" in name}
+        found = real(self, *args, **options)
+        weights = dict(self.model.named_parameters())
+        changed.extend((weights[name].detach() - one).abs().amax(dim=1) > 0 for name, one in before.items())
+        assert self.compile_monitor is not None
+        assert self.grouped_adapters is None
+        return found
+
+    monkeypatch.setattr(PlannedLoop, "train", compared)
+    trained("half", *RUNS["pissa"], "tuning.lora.r=4", "train.compile=true", "train.max_steps=2")
+    assert all(one[:4].any() and not one[4:].any() for one in changed)
+    assert len(changed) == 14
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -48,7 +48,7 @@ def test_a_small_model_trains_as_with_pefts_forward(kind):
     for dtype in (torch.float32, torch.bfloat16):
         check = check_grouped_adapters(of_kind(kind), attention=attention, device=CPU, dtype=dtype)
         assert check.fp32_difference < 5e-6
-        assert check.half_precision_ratio < 1.1
+        assert check.half_precision_ratio < 1.3
 
 
 def test_a_class_without_plain_layers_keeps_pefts():
@@ -184,12 +184,16 @@ def test_dropout_dora_and_another_dtype_than_the_computations_stay_pefts(tiny_ll
 
 
 def test_nothing_is_held_behind_a_pass(tiny_llama):
-    """A class that calls only some of a group's layers holds the others' outputs until the next pass, and no longer."""
+    """A pass that ends within a group, as for want of memory, holds outputs until the next step, and no longer."""
     model = adapted(tiny_llama, "lora", dtype=torch.float32)
     grouped = group_adapters(model, [QKV, GATES], dtype=torch.float32)
     grouped.refresh_copies()
     ids = torch.arange(3, 20)[None]
     model(input_ids=ids, labels=ids).loss.backward()
+    assert all(group._pending is None for group in grouped.groups)
+    model.get_base_model().model.layers[0].self_attn.q_proj(torch.randn(3, 64))
+    assert sum(group._pending is not None for group in grouped.groups) == 1
+    grouped.refresh_copies()
     assert all(group._pending is None for group in grouped.groups)
 
 

@@ -187,13 +187,20 @@ def test_the_newest_runs_are_kept(cache, monkeypatch):
 
 def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(cache):
     old = {name: value for name, value in dataclasses.asdict(measured()).items() if name != "version"}
-    broken = [{**old, "version": 2, "predicted_reserved": value} for value in ("5", None, float("nan"), -1, [])]
+    broken = [{**old, "version": 3, "predicted_reserved": value} for value in ("5", None, float("nan"), -1, [])]
     lines = [json.dumps(line) for line in (old, {**old, "version": 1}, *broken)]
     calibration.measured_runs_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
     assert calibration.load_measured_runs() == []
     calibration.add_measured_run(measured())
     assert calibration.load_measured_runs() == [measured()]
     assert calibration.measured_runs_path().read_text().count("\n") == 1
+
+
+def test_a_line_of_the_earlier_roofline_teaches_memory_alone(cache):
+    line = {**dataclasses.asdict(measured()), "version": 2}
+    calibration.measured_runs_path().write_text(json.dumps(line) + "\n")
+    (run,) = calibration.load_measured_runs()
+    assert (run.speed_ratio, run.memory_ratio) == (0.0, measured().memory_ratio)
 
 
 def test_a_trace_is_corrected_like_any_prediction():

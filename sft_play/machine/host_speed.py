@@ -43,7 +43,8 @@ def save_host_speed(device: str, operator_s: float, *, measured_by: str) -> None
 def load_host_speeds(folder: Path | None = None) -> dict[str, HostSpeed]:
     """The newest measurements by device, of this machine's cache or of another folder."""
     with contextlib.suppress(OSError, ValidationError):
-        return _SPEEDS_ADAPTER.validate_json(
+        speeds = _SPEEDS_ADAPTER.validate_json(
             ((folder or cache_dir()) / HOST_SPEED_FILE).read_bytes()
         )
+        return {name: speed for name, speed in speeds.items() if 0 < speed.operator_s < 1}
     return {}

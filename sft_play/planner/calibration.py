@@ -29,7 +29,7 @@ from sft_play.text import GIB
 RECORD_FILE = "measured.jsonl"
 # Of a line. Lines without it come from a version that recorded corrected predictions, and are
 # ignored.
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 # Lines that the record keeps, the newest.
 MAX_RECORDED_RUNS = 200
 # Runs that a plan learns its speed from, the newest.
@@ -271,7 +271,9 @@ _NUMERIC_FIELDS = tuple(
 def _parse_run(line: str) -> MeasuredRun | None:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         data = json.loads(line)
-        if isinstance(data, Mapping) and data.get("version") == RECORD_VERSION:
+        if isinstance(data, Mapping) and data.get("version") in (2, RECORD_VERSION):
+            # version 2 predicted speeds by another rule: what it measured of memory still counts
+            data = {**data, **({"predicted_tokens_per_s": 0.0} if data["version"] == 2 else {})}
             run = MeasuredRun(**data)
             if all(
                 math.isfinite(getattr(run, name)) and getattr(run, name) >= 0

@@ -594,6 +594,11 @@ def load_resumed_config(
     overrides = [
         override for override in recorded_overrides if override.partition("=")[0] not in given_keys
     ]
+    train = read_json(folder.path / "resolved.json").get("train", {})
+    for name in ("kernels", "compile"):  # whose default is auto now, and was not for some runs
+        is_default = getattr(loaded.config.train, name) == "auto"
+        if is_default and name in train and f"train.{name}" not in given_keys:
+            overrides.insert(0, f"train.{name}={json.dumps(train[name])}")
     if not keeps_mesh:
         overrides.append("model.mesh_shape=null")
     adapter = read_json(folder.path / "resolved.json").get("model", {}).get("adapter")

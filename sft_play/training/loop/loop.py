@@ -296,6 +296,9 @@ class PlannedLoop(EvaluatedLoop):
     kernels = ActiveKernels()
     # LoRA layers that train in groups; None: by PEFT's own forward.
     grouped_adapters: GroupedAdapters | None = None
+    # Whether passes run the code whose operators the plan counts, plain: what they take the host
+    # is then known of it.
+    runs_planned_code = True
     # Micro-steps after which ranks reduce gradients, where the Trainer would after each.
     micro_steps_per_reduction = 1
 

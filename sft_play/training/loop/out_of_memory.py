@@ -199,8 +199,8 @@ class StepMemory(TrainerCallback):
         trainer.heartbeat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
         self.run_with_retry(lambda _: self._compute_longest_rows())
-        # everything that a pass uses is built now
-        self.pass_floor_s = measure_pass_floor(trainer)
+        if trainer.runs_planned_code:  # everything that a pass uses is built now
+            self.pass_floor_s = measure_pass_floor(trainer)
         self._restore_step_start()
         if self.pass_floor_s is not None:
             record_host_speed(trainer.plan, self.pass_floor_s)

@@ -22,6 +22,7 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
+from sft_play.planner.kernels import CountedKernels, groups_adapters
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import adapter_dtype
@@ -418,15 +419,25 @@ def load_trainer(
         trainer.compile_monitor = compile_blocks(trainer.model)
     # comes last: only whole tensors can be filled
     _divide_weights(trainer, job, model_spec, source)
-    if prepared.trains_adapter and trainer.compile_monitor is None:
-        trainer.grouped_adapters = activate_grouped_adapters(
-            trainer.model, config, plan, device=arguments.device
-        )
+    if prepared.trains_adapter:
         model_loading.freeze_pissa_half(
             trainer.model,
             config.tuning.lora,
             is_sharded_later=plan.choice.layout.is_fsdp and source is None,
         )
+    counts_groups = prepared.trains_adapter and groups_adapters(
+        config, plan.precision, plan.choice.layout
+    )
+    if counts_groups and trainer.compile_monitor is None:
+        trainer.grouped_adapters = activate_grouped_adapters(
+            trainer.model, plan, device=arguments.device
+        )
+    counted_kernels = (plan.kernels or CountedKernels()).speed
+    trainer.runs_planned_code = (
+        trainer.compile_monitor is None
+        and counts_groups == (trainer.grouped_adapters is not None)
+        and (counted_kernels == "liger") == bool(active_kernels.replaced)
+    )
     return trainer
 
 

@@ -116,6 +116,8 @@ class GroupedAdapters:
                 if group.scale != 1:
                     self._scaled.append(group.a)
                     self._scales.append(group.scale)
+        for group in self.groups:  # of a pass that ended within a group, for want of memory
+            group.drop_outputs()
         torch._foreach_copy_(self._copies, self._parameters)
         if self._scaled:
             torch._foreach_mul_(self._scaled, self._scales)
@@ -222,6 +224,10 @@ class AdapterGroup:
         if len(self.ranks) > 1:
             parts = torch.split_with_sizes(low_rank, self.ranks, dim=1)
         return parts
+
+    def drop_outputs(self) -> None:
+        """Forget outputs that no layer has taken."""
+        self._pending = None
 
     def _forward(self, place: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         pending = self._pending
