@@ -449,3 +449,6 @@ def test_a_resume_takes_each_recorded_setting_once_and_what_is_given_now_over_it
     assert resumed("train.seed=8") == ("train.epochs=2", "model.mesh_shape=[2]", "train.seed=8")
     assert resumed(keeps_mesh=False)[-1] == "model.mesh_shape=null"
     assert resumed("model.mesh_shape=[4]", keeps_mesh=False)[-1] == "model.mesh_shape=[4]"
+    folder.write_json("resolved.json", {"train": {"kernels": "none", "compile": False}})  # from before auto was default
+    assert resumed()[:2] == ("train.compile=false", 'train.kernels="none"')
+    assert resumed("train.kernels=auto")[0] == "train.compile=false"
