@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ class Parts:
         for rows in ("full", "mixed"):
             for code, words in CODES.items():
                 peer = "trl" if code == "default" else None
-                yield f"4b {rows} {code}", lambda r=rows, w=words, p=peer: self.measure(SMALL, r, 2048, w, peer=p)
+                yield f"4b {rows} {code}", partial(self.measure, SMALL, rows, 2048, words, peer=peer)
         yield "profile", self.profile
         yield "planned after", self.plan
-        yield "8b lora 4096", lambda: self.measure(LARGE, "full", 4096, ())
-        yield "8b qlora 2048", lambda: self.measure(LARGE, "full", 2048, ("tuning.mode=qlora",))
+        yield "8b lora 4096", partial(self.measure, LARGE, "full", 4096, ())
+        yield "8b qlora 2048", partial(self.measure, LARGE, "full", 2048, ("tuning.mode=qlora",))
 
     def check(self) -> dict[str, Any]:
         """Differences of other code on small models of the class, on this device."""
