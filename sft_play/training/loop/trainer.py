@@ -425,20 +425,24 @@ def load_trainer(
             config.tuning.lora,
             is_sharded_later=plan.choice.layout.is_fsdp and source is None,
         )
-    counts_groups = prepared.trains_adapter and groups_adapters(
-        config, plan.precision, plan.choice.layout
-    )
-    if counts_groups and trainer.compile_monitor is None:
+    _group_adapters(trainer, job, trains_adapter=prepared.trains_adapter)
+    return trainer
+
+
+# LoRA layers train in groups where the plan counts on it, and blocks are not compiled.
+def _group_adapters(trainer: PlannedLoop, job: RunJob, *, trains_adapter: bool) -> None:
+    config, plan, is_plain = job.loaded.config, job.plan, trainer.compile_monitor is None
+    counts_groups = trains_adapter and groups_adapters(config, plan.precision, plan.choice.layout)
+    if counts_groups and is_plain:
         trainer.grouped_adapters = activate_grouped_adapters(
-            trainer.model, plan, device=arguments.device
+            trainer.model, plan, device=trainer.args.device
         )
     counted_kernels = (plan.kernels or CountedKernels()).speed
     trainer.runs_planned_code = (
-        trainer.compile_monitor is None
+        is_plain
         and counts_groups == (trainer.grouped_adapters is not None)
-        and (counted_kernels == "liger") == bool(active_kernels.replaced)
+        and (counted_kernels == "liger") == bool(trainer.kernels.replaced)
     )
-    return trainer
 
 
 # An adapter that is continued has its weights. A new one begins as `tuning.lora.init` says, with a
