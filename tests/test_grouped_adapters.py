@@ -1,6 +1,7 @@
 """LoRA layers that read one input train by one function: PEFT's numbers, with fewer operators, and PEFT's own forward
 wherever that is not what is asked for."""
 
+import itertools
 import random
 from typing import Any
 
@@ -26,10 +27,6 @@ GATES = ("mlp.gate_proj", "mlp.up_proj")
 CPU = torch.device("cpu")
 
 
-def of_kind(kind: str) -> Any:
-    return AutoConfig.for_model(kind)
-
-
 @pytest.mark.parametrize(
     ("kind", "shared"),
     [
@@ -39,21 +36,21 @@ def of_kind(kind: str) -> Any:
     ],
 )  # fmt: skip
 def test_layers_that_read_one_tensor_are_found_on_the_class(kind, shared):
-    assert set(find_shared_inputs(of_kind(kind))) == shared
+    assert set(find_shared_inputs(AutoConfig.for_model(kind))) == shared
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mixtral", "phi3"])
 def test_a_small_model_trains_as_with_pefts_forward(kind):
     attention = "eager" if kind in ("gpt_oss", "gemma2") else "sdpa"
     for dtype in (torch.float32, torch.bfloat16):
-        check = check_grouped_adapters(of_kind(kind), attention=attention, device=CPU, dtype=dtype)
+        check = check_grouped_adapters(AutoConfig.for_model(kind), attention=attention, device=CPU, dtype=dtype)
         assert check.fp32_difference < 5e-6
         assert check.half_precision_ratio < 1.3
 
 
 def test_a_class_without_plain_layers_keeps_pefts():
     with pytest.raises(ValueError, match="no plain adapter"):
-        check_grouped_adapters(of_kind("gpt2"), attention="eager", device=CPU, dtype=torch.float32)
+        check_grouped_adapters(AutoConfig.for_model("gpt2"), attention="eager", device=CPU, dtype=torch.float32)
 
 
 class Block(GradientCheckpointingLayer):
@@ -131,13 +128,11 @@ def losses(model: Any, grouped: GroupedAdapters | None, *, checkpointing: bool) 
     return found
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize(("kind", "checkpointing"), itertools.product(("lora", "qlora"), (False, True)))
 def test_steps_follow_the_parameters(tiny_llama, kind, checkpointing):
     """Copies are made anew in each step: losses fall as PEFT's do, and copies that stay behind would not."""
     model = adapted(tiny_llama, kind)
-    expected = losses(model, None, checkpointing=checkpointing)
-    model = adapted(tiny_llama, kind)
+    expected, model = losses(model, None, checkpointing=checkpointing), adapted(tiny_llama, kind)
     base = model.get_base_model()
     grouped = group_adapters(base, find_shared_inputs(base.config), dtype=torch.bfloat16)
     assert sorted(len(group.layers) for group in grouped.groups) == [1] * 4 + [2] * 2 + [3] * 2
@@ -168,9 +163,8 @@ def test_every_other_pass_is_pefts_own(tiny_llama):
     grouped = group_adapters(base, [QKV, GATES], dtype=torch.float32)
     assert torch.allclose(layer(x), first, atol=1e-5)  # but what merging rounded
     grouped.refresh_copies()
-    with torch.no_grad():  # read by training passes alone
-        for group in grouped.groups:
-            group.a.zero_()
+    for group in grouped.groups:  # read by training passes alone
+        group.a.zero_()
     changed, *found = outputs()
     assert not torch.allclose(changed, first, atol=1e-2)
     assert all(torch.allclose(mine, pefts, atol=1e-5) for mine, pefts in zip(found, expected, strict=True))
@@ -211,8 +205,7 @@ def test_a_layer_starts_fewer_kernels(tiny_llama):
     pefts = operators()
     grouped = group_adapters(model, [QKV, GATES], dtype=torch.bfloat16)
     grouped.refresh_copies()
-    layers = len(model.get_base_model().model.layers)
-    assert (pefts - operators()) / layers >= 60
+    assert (pefts - operators()) / len(model.get_base_model().model.layers) >= 60
 
 
 @pytest.mark.parametrize(("words", "precision", "layout", "is_grouped"), [
