@@ -128,7 +128,7 @@ def losses(model: Any, grouped: GroupedAdapters | None, *, checkpointing: bool) 
     return found
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), itertools.product(("lora", "qlora"), (False, True)))
+@pytest.mark.parametrize(("kind", "checkpointing"), [*itertools.product(("lora", "qlora"), (False, True))])
 def test_steps_follow_the_parameters(tiny_llama, kind, checkpointing):
     """Copies are made anew in each step: losses fall as PEFT's do, and copies that stay behind would not."""
     model = adapted(tiny_llama, kind)
@@ -182,8 +182,7 @@ def test_nothing_is_held_behind_a_pass(tiny_llama):
     model = adapted(tiny_llama, "lora", dtype=torch.float32)
     grouped = group_adapters(model, [QKV, GATES], dtype=torch.float32)
     grouped.refresh_copies()
-    ids = torch.arange(3, 20)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(input_ids=torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None]).loss.backward()
     assert all(group._pending is None for group in grouped.groups)
     model.get_base_model().model.layers[0].self_attn.q_proj(torch.randn(3, 64))
     assert sum(group._pending is not None for group in grouped.groups) == 1
