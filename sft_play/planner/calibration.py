@@ -345,17 +345,6 @@ def compute_correction(
         if (run.layout, run.model, run.memory_kernels or run.kernels)
         == (layout, model, kernels.memory)
     ]
-    # those that ran out of about this budget, and that no later one disproves
-    oom_runs: list[MeasuredRun] = []
-    for run in same_model_runs:
-        if run.ran_out_of:
-            oom_runs += [run] * (budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of)
-        else:
-            oom_runs = [
-                oom_run
-                for oom_run in oom_runs
-                if run.predicted_reserved < oom_run.predicted_reserved
-            ]
     return Correction(
         len(nearest_runs),
         min(MAX_MEMORY_FACTOR, memory_factor),
@@ -364,9 +353,24 @@ def compute_correction(
         card_factor or 1.0,
         has_measured_speed=bool(newest_runs),
         uses_selftest_speed=bool(newest_runs) and not speed_runs,
-        oom_run=min(oom_runs, key=lambda run: run.predicted_reserved, default=None),
+        oom_run=_find_oom_run(same_model_runs, budget_bytes),
         peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
     )
+
+
+def _find_oom_run(runs: Sequence[MeasuredRun], budget_bytes: int) -> MeasuredRun | None:
+    """The smallest run that ran out of about this budget and that no later run disproves."""
+    oom_runs: list[MeasuredRun] = []
+    for run in runs:
+        if not run.ran_out_of:
+            oom_runs = [
+                oom_run
+                for oom_run in oom_runs
+                if run.predicted_reserved < oom_run.predicted_reserved
+            ]
+        elif budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of:
+            oom_runs.append(run)
+    return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)
 
 
 def _median_factor(ratios: Sequence[float]) -> float | None:

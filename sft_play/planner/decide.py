@@ -140,7 +140,6 @@ def make_plan(
     choice, inputs, compile_notes = _resolve_compile(request, inputs, choice, run_length)
     shown_candidates[0], config = choice, inputs.config
     # the choice stands; below is what the run, its ranks and its reader have to know of it
-    speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
     repeats_kv = step.on_gpu and needs_repeated_kv(
         shape, attention=step.attention, half_precision=half_precision, capability=step.capability
@@ -153,11 +152,7 @@ def make_plan(
         missing_packages=inputs.rates.missing_packages,
     )
     simulation = create_step_simulation(config, shape, choice.precision, step)
-    activations_from: ActivationsFrom = "blocks"
-    if choice.is_traced:
-        activations_from = "trace"
-    elif shape.block_meter is not None:
-        activations_from = "measured"
+    speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     speed_error = counted_kernels = mfu = None
     # model FLOP utilisation: the model's own operations per second over the peak
     if inputs.rates.is_known:
@@ -197,9 +192,18 @@ def make_plan(
         kernels=counted_kernels,
         compiled=config.train.compile is True,
         compile_s=estimate_compile_s(config, shape),
-        activations_from=activations_from,
+        activations_from=_activation_source(choice, shape),
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
     )
+
+
+def _activation_source(choice: Candidate, shape: ModelShape) -> ActivationsFrom:
+    """Where the choice's activations are from."""
+    if choice.is_traced:
+        return "trace"
+    if shape.block_meter is not None:
+        return "measured"
+    return "blocks"
 
 
 def check_plan_request(request: PlanRequest) -> None:

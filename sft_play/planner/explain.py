@@ -95,34 +95,6 @@ def plan_reasons(
         adapter_notes = shape.adapter_placement.notes
     if config.train.learning_rate == "auto":
         _, learning_rate_reason = config.derived_learning_rate
-    memory, ranks, checkpoint_reason = choice.memory, choice.layout.ranks, ""
-    if memory.checkpoint == "sharded":
-        size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
-        rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
-        checkpoint_reason = (
-            f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks"
-            f" ({rank_size_text} of RAM each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank"
-            f" would write for more than {MAX_WHOLE_SAVE_S // 60} minutes, and hold"
-            f" {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from"
-            " them"
-        )
-        if config.train.async_save:
-            checkpoint_reason = (
-                f"train.async_save: checkpoints of {size_text} are written while training goes on,"
-                f" in parts: each of {ranks} ranks keeps its part in RAM meanwhile"
-                f" ({rank_size_text})"
-            )
-    eval_rows, evaluation_reason = choice.step.eval_batch, ""
-    if eval_rows:
-        option_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
-        evaluation_bytes, step_bytes = (
-            memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training")
-        )
-        evaluation_reason = (
-            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{option_note}, rows of"
-            f" similar length together; {evaluation_bytes / GIB:.2f} GiB, a training step"
-            f" {step_bytes / GIB:.2f}"
-        )
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     # in the order of the decisions; a text that does not apply is empty, and drops out
     reasons = (
@@ -135,10 +107,10 @@ def plan_reasons(
         *(shape.text_only_note, shape.storage_note),
         *_batch_reasons(inputs, candidates, choice),
         learning_rate_reason,
-        checkpoint_reason,
+        _checkpoint_reason(config, choice),
         REPEATED_KEYS_REASON * repeats_kv,
         CUDNN_REASON * choice.step.cudnn,
-        evaluation_reason,
+        _evaluation_reason(config, choice),
         *ineffective_distributed_options(config, choice.layout.name),
         *(correction.reason, correction.warning),
         _host_reason(inputs, choice),
@@ -149,6 +121,43 @@ def plan_reasons(
         *_tuning_and_fit_reasons(config, choice),
     )
     return tuple(filter(None, reasons))
+
+
+def _checkpoint_reason(config: RunConfig, choice: Candidate) -> str:
+    """Why checkpoints are written in parts; empty where the first rank writes them whole."""
+    memory, ranks = choice.memory, choice.layout.ranks
+    if memory.checkpoint != "sharded":
+        return ""
+    size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
+    rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
+    if config.train.async_save:
+        return (
+            f"train.async_save: checkpoints of {size_text} are written while training goes on,"
+            f" in parts: each of {ranks} ranks keeps its part in RAM meanwhile"
+            f" ({rank_size_text})"
+        )
+    return (
+        f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks"
+        f" ({rank_size_text} of RAM each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank"
+        f" would write for more than {MAX_WHOLE_SAVE_S // 60} minutes, and hold"
+        f" {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from"
+        " them"
+    )
+
+
+def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
+    """How many rows are evaluated at a time, and their memory; empty without evaluation."""
+    if not choice.step.eval_batch:
+        return ""
+    option_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
+    evaluation_bytes, step_bytes = (
+        choice.memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training")
+    )
+    return (
+        f"evaluation: {plural(choice.step.eval_batch, 'row')} at a time per rank{option_note},"
+        f" rows of similar length together; {evaluation_bytes / GIB:.2f} GiB, a training step"
+        f" {step_bytes / GIB:.2f}"
+    )
 
 
 def _host_reason(inputs: PlanInputs, choice: Candidate) -> str:
