@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import what_fits
+from benchmarks import peaks_picture, what_fits
 from sft_play.config.options import all_options, format_yaml_value, sections
 from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConfig
 from sft_play.models.families import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
@@ -48,6 +48,7 @@ def generate() -> list[str]:
         texts[table] = defaults_text(class_defaults(CLASS_DEFAULTS))
     if fits.is_file():
         texts[fits] = what_fits.page(fits.read_text(encoding="utf-8"))
+        texts[peaks_picture.PICTURE] = peaks_picture.picture()
     for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
         if makefile.is_file():
             text = makefile.read_text(encoding="utf-8")

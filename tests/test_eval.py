@@ -64,8 +64,9 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
     words = [f"tuning.mode={mode}", f"train.bf16={str(bf16).lower()}", *([word] if word else [])]
     run, summary = trained(tmp_path, tiny_llama, succeed, *words)
     figures = {figure.name: figure for figure in evaluate_run(run, metrics=["exact_match"]).comparisons}
+    apart = 5e-4 if bf16 else 1e-4  # processors round products of 16 bits differently by the shape of a batch
     for name, of in (("base", "before"), ("tuned", "after")):
-        assert getattr(figures["loss"], name) == pytest.approx(summary[of]["loss"], abs=1e-4)
+        assert getattr(figures["loss"], name) == pytest.approx(summary[of]["loss"], abs=apart)
         assert getattr(figures["exact_match"], name) == pytest.approx(summary[of]["exact_match"])
     assert figures["loss"].verdict == "better"
     assert figures["exact_match"].tuned > 0

@@ -1,0 +1,45 @@
+"""configs/run_smollm2.yaml the whole way, on the real weights that `../shared/real_model.py` writes and 60 rows of GSM8K."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SHARED, shared
+from tests.test_export import converter
+
+pytestmark = pytest.mark.slow
+
+
+def answer(folder: Path, *words: str) -> dict:
+    """The object that a command prints; it must have gone well."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "sft_play", *words, "--json"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=3000,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_sixty_rows_lower_the_held_out_loss_and_the_merge_and_the_gguf_answer_as_the_adapter(tmp_path):
+    rows = shared("sft/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()
+    writer = SHARED.parent / "real_model.py"
+    if not writer.exists():
+        pytest.skip(f"the shared material is not here: {writer}")
+    converter()
+    subprocess.run([sys.executable, str(writer), str(tmp_path / "smollm2")], check=True, timeout=600)
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:60]))
+    (tmp_path / "test.jsonl").write_text("\n".join(rows[60:100]))
+    settings = [f"model.name={tmp_path / 'smollm2'}", "data.train_path=train.jsonl", "data.test_path=test.jsonl"]
+    settings += ["data.val_fraction=0", "output.name=gsm8k"]
+    answer(tmp_path, "train", "--config", str(ROOT / "configs" / "run_smollm2.yaml"), *settings)
+    summary = json.loads((tmp_path / "outputs/gsm8k/summary.json").read_text())
+    before, after = (summary[f"test_{when}"]["loss"] for when in ("before", "after"))
+    assert after < before - 0.1, (before, after)
+    answer(tmp_path, "merge", "--run", "gsm8k")
+    assert answer(tmp_path, "merge-test", "--run", "gsm8k", "--limit", "8")["ok"]
+    answer(tmp_path, "export", "--run", "gsm8k", "--format", "gguf")
+    assert answer(tmp_path, "export-test", "--run", "gsm8k", "--limit", "8")["ok"]
