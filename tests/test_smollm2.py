@@ -14,7 +14,7 @@ from tests.test_export import converter
 pytestmark = pytest.mark.slow
 
 
-def answer(folder: Path, *words: str) -> dict:
+def run_command(folder: Path, *words: str) -> dict:
     """The object that a command prints; it must have gone well."""
     ended = subprocess.run(
         [sys.executable, "-m", "sft_play", *words, "--json"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -35,11 +35,11 @@ def test_sixty_rows_lower_the_held_out_loss_and_the_merge_and_the_gguf_answer_as
     (tmp_path / "test.jsonl").write_text("\n".join(rows[60:100]))
     settings = [f"model.name={tmp_path / 'smollm2'}", "data.train_path=train.jsonl", "data.test_path=test.jsonl"]
     settings += ["data.val_fraction=0", "output.name=gsm8k"]
-    answer(tmp_path, "train", "--config", str(ROOT / "configs" / "run_smollm2.yaml"), *settings)
+    run_command(tmp_path, "train", "--config", str(ROOT / "configs" / "run_smollm2.yaml"), *settings)
     summary = json.loads((tmp_path / "outputs/gsm8k/summary.json").read_text())
-    before, after = (summary[f"test_{when}"]["loss"] for when in ("before", "after"))
+    before, after = (summary[when]["loss"] for when in ("before", "after"))
     assert after < before - 0.1, (before, after)
-    answer(tmp_path, "merge", "--run", "gsm8k")
-    assert answer(tmp_path, "merge-test", "--run", "gsm8k", "--limit", "8")["ok"]
-    answer(tmp_path, "export", "--run", "gsm8k", "--format", "gguf")
-    assert answer(tmp_path, "export-test", "--run", "gsm8k", "--limit", "8")["ok"]
+    run_command(tmp_path, "merge", "--run", "gsm8k")
+    assert run_command(tmp_path, "merge-test", "--run", "gsm8k", "--limit", "8")["ok"]
+    run_command(tmp_path, "export", "--run", "gsm8k", "--format", "gguf")
+    assert run_command(tmp_path, "export-test", "--run", "gsm8k", "--limit", "8")["ok"]
