@@ -8,7 +8,7 @@ the tests read it. Standard library only, and nothing newer than Python 3.6:
 
 import json
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from sft_play.spelling import nearest_name, normalize_name
 
@@ -58,9 +58,16 @@ SETTING_BY_VARIABLE: Dict[str, str] = _VARIABLE_TABLE["settings"]
 VARIABLE_SYNONYMS = {
     word: name for name, words in _VARIABLE_TABLE["other_words"].items() for word in words.split()
 }
+# Other names for settings in the same form, and for targets with what to say of each.
+SETTING_SYNONYMS, TARGET_HINTS = (
+    {word: answer for answer, words in _VARIABLE_TABLE[table].items() for word in words.split()}
+    for table in ("setting_words", "target_words")
+)
 # Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on.
 FOREIGN_PREFIXES = _expand_names(_VARIABLE_TABLE["of_others"])
 _FOREIGN_VARIABLES = _expand_names(_VARIABLE_TABLE["others"])
+# The run YAML's settings, as JSON: what reads this file may lack the package's libraries.
+_SCHEMA_FILE = Path(__file__).parent.parent / "configs" / "run.schema.json"
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 
 
@@ -124,19 +131,77 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     )
 
 
-def target_help(makefile: str, target: str) -> List[str]:
-    """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it
-    takes."""
-    text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition(
-        "## "
-    )[2]
+def help_facts(makefile: str, topic: str) -> Dict[str, Any]:
+    """What `make help TOPIC` says, as data: of a target its line of a Makefile and its variables,
+    of a variable its help and targets, of a setting what the run YAML's schema says."""
+    if topic in VARIABLES:
+        variable = VARIABLES[topic]
+        return {
+            "name": topic,
+            "help": variable.help,
+            "example": f"{topic}={variable.example}",
+            "targets": [make_command(name) for name in variable.commands if name != "*"],
+        }
+    settings = find_settings(topic)
+    if settings:
+        return {"name": topic, "settings": settings}
+    text = next(line for line in makefile.splitlines() if line.startswith(topic + ":"))
     variables = [
-        (name, variable) for name, variable in VARIABLES.items() if takes_variable(name, target)
+        {"name": name, "example": variable.example, "help": variable.help}
+        for name, variable in VARIABLES.items()
+        if takes_variable(name, topic)
     ]
+    return {"name": topic, "help": text.partition("## ")[2], "variables": variables}
+
+
+def help_lines(facts: Dict[str, Any]) -> List[str]:
+    """The facts of `help_facts` in words."""
+    if "settings" in facts:
+        return [
+            "{path} (default: {default}): {help}  SET='{path}=...'".format(**setting)
+            for setting in facts["settings"]
+        ]
+    if "targets" in facts:
+        return [
+            "{example}: {help}".format(**facts),
+            "  of " + (", ".join(facts["targets"]) or "every target"),
+        ]
     return [
-        f"make {target}: {text}",
-        *(f"  {name + '=' + variable.example:<24} {variable.help}" for name, variable in variables),
+        "make {name}: {help}".format(**facts),
+        *(
+            "  {:<24} {}".format(row["name"] + "=" + row["example"], row["help"])
+            for row in facts["variables"]
+        ),
     ]
+
+
+def find_settings(name: str) -> List[Dict[str, Any]]:
+    """The settings of the run YAML of that name, or dotted path, with default and help; none
+    where the schema is not here."""
+    wanted = "." + name.lower()
+    if not _SCHEMA_FILE.is_file():
+        return []
+    schema = json.loads(_SCHEMA_FILE.read_text(encoding="utf-8"))
+    return [
+        {
+            "path": path,
+            "default": json.dumps(row.get("default")).strip('"'),
+            "help": " ".join(row.get("description", "").split()),
+        }
+        for path, row in _walk_schema(schema, schema["$defs"], "")
+        if ("." + path).endswith(wanted)
+    ]
+
+
+def _walk_schema(
+    section: Dict[str, Any], sections: Dict[str, Any], prefix: str
+) -> Iterator[Tuple[str, Dict[str, Any]]]:
+    for name, row in section["properties"].items():
+        inner = sections.get(row.get("$ref", "").rpartition("/")[2])
+        if inner is not None:
+            yield from _walk_schema(inner, sections, prefix + name + ".")
+        else:
+            yield prefix + name, row
 
 
 def command_line_problem(
@@ -154,6 +219,11 @@ def command_line_problem(
         makefile_targets: the targets of the Makefile that asks; None is every target of both.
     """
     targets = list(goals or ["help"])
+    # make help HARDWARE, make help train.epochs
+    if targets[:1] == ["help"] and len(targets) == 2:
+        topic = targets[1]
+        if topic in VARIABLES or find_settings(topic):
+            targets.pop()
     unknown = [
         _unknown_target_problem(goal)
         for goal in targets
@@ -162,7 +232,22 @@ def command_line_problem(
     if unknown:
         return "; ".join(unknown)
     command_text = f"make {' '.join(targets)}" if goals else "make without a target"
-    problems = [_variable_problem(name, targets, command_text) for name in sorted(given_names)]
+    settings = {name: _meant_setting(name, targets) for name in sorted(given_names)}
+    paths = [path for path in settings.values() if path]
+    problems = [
+        _variable_problem(name, targets, command_text) for name in settings if not settings[name]
+    ]
+    if paths:
+        names = ", ".join(name + "=" for name, path in settings.items() if path)
+        kinds = (
+            ("is not a variable", "a setting")
+            if len(paths) == 1
+            else ("are not variables", "settings")
+        )
+        problems.append(
+            f"{names} {kinds[0]} of {command_text}, but {kinds[1]} of the run YAML:"
+            f" SET='{' '.join(path + '=...' for path in paths)}'"
+        )
     for name in sorted(empty_names):
         variable = VARIABLES.get(name)
         is_used = variable is not None and any(takes_variable(name, goal) for goal in targets)
@@ -174,6 +259,24 @@ def command_line_problem(
     return "; ".join(filter(None, problems)) or None
 
 
+def repeated_variable_problem(words: Sequence[str]) -> Optional[str]:
+    """Say which variable stands twice among the words of make, which would keep the last alone;
+    None where none does."""
+    values = {}  # type: Dict[str, List[str]]
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name in VARIABLES:
+            values.setdefault(name, []).append(value)
+    for name, given in values.items():
+        if len(given) > 1:
+            joined = f": {name}='{' '.join(given)}'" if VARIABLES[name].kind == "list" else ""
+            return (
+                f"{name}= is given {len(given)} times, and make keeps the last alone; give it"
+                f" once{joined}"
+            )
+    return None
+
+
 def make_command(target: str) -> str:
     """How a target is called, from the checkout."""
     return f"make -C benchmarks {target}" if target in MAINTENANCE_TARGETS else f"make {target}"
@@ -183,13 +286,30 @@ def _unknown_target_problem(goal: str) -> str:
     if goal in all_targets():  # of the other Makefile
         return f"make {goal}: that target is called as {make_command(goal)}"
     hint, suggestion = "make help ALL=1 lists them", nearest_name(goal, all_targets())
+    hint = TARGET_HINTS.get(goal.lower().replace("_", "-"), hint)
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     elif goal.lower().endswith(DATA_SUFFIXES):
         hint = f"data are named by a run YAML: make new MODEL=owner/name DATA={goal} writes one"
-    elif suggestion is not None:
+    elif suggestion is not None and hint not in TARGET_HINTS.values():
         hint = f"did you mean {make_command(suggestion)}?"
     return f"make {goal}: there is no such target; {hint}"
+
+
+def _meant_setting(name: str, targets: List[str]) -> Optional[str]:
+    """The setting of the run YAML that an unknown variable names; None where it is none."""
+    if (
+        name in VARIABLES
+        or name.upper() in _FOREIGN_VARIABLES
+        or nearest_name(name, _usable_names(targets))
+    ):
+        return None
+    by_name = [row["path"] for row in find_settings(name)]
+    return SETTING_SYNONYMS.get(normalize_name(name)) or next(iter(by_name), None)
+
+
+def _usable_names(targets: Sequence[str]) -> List[str]:
+    return [name for name in VARIABLES if any(takes_variable(name, goal) for goal in targets)]
 
 
 def _variable_problem(name: str, targets: List[str], command_text: str) -> Optional[str]:
@@ -208,11 +328,7 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
         return problem
     if name.upper() in _FOREIGN_VARIABLES:
         return None
-    usable_names = [
-        variable
-        for variable in VARIABLES
-        if any(takes_variable(variable, goal) for goal in targets)
-    ]
+    usable_names = _usable_names(targets)
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))

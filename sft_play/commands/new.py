@@ -8,8 +8,9 @@ from pathlib import Path
 
 from sft_play.commands.request import CommandResult, Request, requested_hardware
 from sft_play.config.load import config_from_text
+from sft_play.config.options import sections
 from sft_play.config.translated import format_run_yaml, translate_file
-from sft_play.config.yaml_io import JsonValue, read_text
+from sft_play.config.yaml_io import JsonValue, parse_yaml_value, read_text
 from sft_play.data.checks import missed_column_lines
 from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
@@ -53,9 +54,9 @@ def run_new(request: Request) -> CommandResult:
         )
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
-    head, settings, comments = (
-        _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
-    )
+    user_settings = _read_settings(request)
+    make_yaml = _translate_file if request.from_ else _infer_run_yaml
+    head, settings, comments = make_yaml(request, user_settings)
     text = (
         "\n".join(
             [*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]
@@ -90,8 +91,28 @@ def _default_file_name(request: Request) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', stem).strip('._-') or 'run'}.yaml"
 
 
-def _translate_file(request: Request, file: Path) -> _RunYaml:
+def _read_settings(request: Request) -> dict[str, JsonValue]:
+    """The settings of SET by their dotted paths. Raises ConfigError for those that there are
+    not."""
+    config_from_text("model: {name: any}", name="the run YAML", overrides=request.overrides)
     settings: dict[str, JsonValue] = {}
+    for word in request.overrides:
+        path, _, text = word.partition("=")
+        settings |= _flatten_section(path.strip(), parse_yaml_value(text, name=f"SET {path}"))
+    return settings
+
+
+def _flatten_section(path: str, value: JsonValue) -> dict[str, JsonValue]:
+    if path not in sections() or not isinstance(value, dict):
+        return {path: value}
+    settings: dict[str, JsonValue] = {}
+    for key, inner in value.items():
+        settings |= _flatten_section(f"{path}.{key}", inner)
+    return settings
+
+
+def _translate_file(request: Request, user_settings: Mapping[str, JsonValue]) -> _RunYaml:
+    file, settings = request.from_, dict[str, JsonValue]()
     row_format = ""
     if request.model:
         settings["model.name"] = request.model
@@ -103,6 +124,7 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
             if re.fullmatch(r"data\.(\w+_path|columns|encoding)", path)
         }
         row_format = dataset_info.format
+    settings |= user_settings
     text = read_text(
         file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth"
     )
@@ -116,27 +138,35 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     return [head], result.settings, comments
 
 
-def _infer_run_yaml(request: Request) -> _RunYaml:
+def _infer_run_yaml(request: Request, user_settings: Mapping[str, JsonValue]) -> _RunYaml:
     folder = find_model_folder(request.model)
     model_settings: dict[str, JsonValue] = {"model.name": request.model}
     qlora_config = config_from_text(
         format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}),
         name="the run YAML",
     )
+    columns = user_settings.get("data.columns")
     dataset_info = infer_dataset(
         request.data,
         count_tokens=_token_counter(folder),
         max_positions=load_run_model_shape(qlora_config).max_positions,
+        columns=columns if isinstance(columns, dict) else None,
     )
     settings = {**model_settings, **dataset_info.settings}
+    if "data.val_path" in user_settings:
+        settings.pop("data.val_fraction", None)
+    if any(path.startswith("train.") for path in user_settings):
+        settings.pop("train.effective_batch_size", None)
     if dataset_info.is_chat and folder is not None:
         template_files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
         if not template_files and not read_json(folder / "tokenizer_config.json").get(
             "chat_template"
         ):
             settings["data.chat_template"] = "chatml"
-    mode, mode_reason = _select_mode(request, settings)
-    settings["tuning.mode"] = mode
+    settings |= user_settings
+    mode_reason = "as SET says"
+    if "tuning.mode" not in user_settings:
+        settings["tuning.mode"], mode_reason = _select_mode(request, settings)
     return (
         [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"],
         settings,
@@ -145,9 +175,11 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
 
 
 def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[str, str]:
+    """The first mode that fits without offload, else the first that fits; and why."""
     hardware = requested_hardware(request)
     machine_text = request.hardware or "this machine"
     reason = f"nothing fits {machine_text}; make plan shows what would"
+    offloading: tuple[str, str] | None = None
     for mode in _MODES_BY_PREFERENCE:
         config = config_from_text(
             format_run_yaml({**settings, "tuning.mode": mode}), name="the run YAML"
@@ -155,17 +187,19 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
         try:
             plan = plan_run(config, hardware, include_suggestions=False)
             if plan.fits:
-                notes = long_cpu_warnings(plan)
+                offload_note = " with parts of it in RAM" * plan.choice.offloads
+                notes = [f"{mode} fits {machine_text}{offload_note}", *long_cpu_warnings(plan)]
                 try:
                     require_capable_machine(config, hardware)
                 except HardwareError as error:
-                    notes = [f"but a run here would stop: {error}"]
-                return mode, ", ".join(
-                    [f"{mode} fits {machine_text}", *(one_line(note, limit=400) for note in notes)]
-                )
+                    notes[1:] = [f"but a run here would stop: {error}"]
+                answer = mode, ", ".join(one_line(note, limit=400) for note in notes)
+                if not plan.choice.offloads:
+                    return answer
+                offloading = offloading or answer
         except SftPlayError as error:
             reason = f"no plan was made for {machine_text}: {one_line(str(error))}"
-    return _MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}"
+    return offloading or (_MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}")
 
 
 def _token_counter(folder: Path | None) -> CountTokens:
