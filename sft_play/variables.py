@@ -178,7 +178,7 @@ def help_lines(facts: Dict[str, Any]) -> List[str]:
 def find_settings(name: str) -> List[Dict[str, Any]]:
     """The settings of the run YAML of that name, or dotted path, with default and help; none
     where the schema is not here."""
-    wanted = "." + name.lower()
+    suffix = "." + name.lower()
     if not _SCHEMA_FILE.is_file():
         return []
     schema = json.loads(_SCHEMA_FILE.read_text(encoding="utf-8"))
@@ -189,7 +189,7 @@ def find_settings(name: str) -> List[Dict[str, Any]]:
             "help": " ".join(row.get("description", "").split()),
         }
         for path, row in _walk_schema(schema, schema["$defs"], "")
-        if ("." + path).endswith(wanted)
+        if ("." + path).endswith(suffix)
     ]
 
 
@@ -267,11 +267,11 @@ def repeated_variable_problem(words: Sequence[str]) -> Optional[str]:
         name, equals, value = word.partition("=")
         if equals and name in VARIABLES:
             values.setdefault(name, []).append(value)
-    for name, given in values.items():
-        if len(given) > 1:
-            joined = f": {name}='{' '.join(given)}'" if VARIABLES[name].kind == "list" else ""
+    for name, texts in values.items():
+        if len(texts) > 1:
+            joined = f": {name}='{' '.join(texts)}'" if VARIABLES[name].kind == "list" else ""
             return (
-                f"{name}= is given {len(given)} times, and make keeps the last alone; give it"
+                f"{name}= is given {len(texts)} times, and make keeps the last alone; give it"
                 f" once{joined}"
             )
     return None

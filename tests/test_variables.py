@@ -139,6 +139,20 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     assert "ROW= is not used by make process train" in said
 
 
+def test_other_words_name_targets_and_settings_that_there_are():
+    for word, hint in variables.TARGET_HINTS.items():
+        assert word not in variables.all_targets(), word
+        assert variables.command_line_problem([word], [], []) == f"make {word}: there is no such target; {hint}"
+        with pytest.raises(ConfigError, match=f"there is no command {word}; "):
+            read_request([word], {})
+        found = re.search(r"make ([a-z]+)((?: [A-Z]+=\w+)?)", hint)
+        assert found is not None
+        assert variables.command_line_problem([found[1]], re.findall("[A-Z]+(?==)", found[2]), []) is None
+    assert set(variables.SETTING_SYNONYMS.values()) <= set(all_options())
+    said = variables.command_line_problem(["train"], ["num_train_epochs"], []) or ""
+    assert said.endswith("but a setting of the run YAML: SET='train.epochs=...'")
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "CONFG=my.yaml"], "did you mean CONFIG=?"),
     (["train-distributed", "WORLD_SIZE=2"], "did you mean NNODES=?"),
@@ -148,6 +162,10 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     (["-C", "benchmarks", "bench-data", "MUTANTS=2"], "MUTANTS= is not used by make bench-data; it belongs to"),
     (["train", "DATA=x"], "it belongs to make eval, make new (the setting: SET='data.train_path=...')"),
     (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),
+    (["train", "SET=a=1", "SET=b=2"], "make keeps the last alone; give it once: SET='a=1 b=2'"),
+    (["train", "EPOCHS=3", "LR=2e-4", "BATCH_SIZE=4", "CONFIG=x"],
+     "SET='train.effective_batch_size=... train.epochs=... train.learning_rate=...'"),
+    (["help", "HARDWERE"], "there is no such target"),
 ])  # fmt: skip
 def test_make_refuses_before_anything_runs(words, message, tmp_path):
     (tmp_path / "bin").mkdir()

@@ -152,7 +152,10 @@ def _infer_with_encoding(
         length, small_batch = _choose_blocks(sum(row_tokens), batch)
         if small_batch < batch:
             batch = small_batch
-            description += f" of about {sum(row_tokens):,} tokens, so few a block and a step"
+            description += (
+                f" of about {sum(row_tokens):,} tokens: short blocks and small batches make"
+                f" {sum(row_tokens) // (length * batch)} steps"
+            )
     else:
         length = _choose_length(row_tokens)
         description = f"{row_count:,} row{'s' * (row_count > 1)} ({reader.format})"

@@ -29,7 +29,14 @@ from sft_play.errors import ConfigError, SftPlayError
 from sft_play.finished.listing import RunStatus, find_best_checkpoint, run_status
 from sft_play.finished.run import next_command_line, translate_write_errors
 from sft_play.log import escape_control, one_line, redact, secret_values
-from sft_play.runs.folder import RunFolder, read_json, read_metric_lines, read_summary, write_text
+from sft_play.runs.folder import (
+    RunFolder,
+    next_run_commands,
+    read_json,
+    read_metric_lines,
+    read_summary,
+    write_text,
+)
 from sft_play.text import GIB, build_table, format_duration, format_size, render_lines
 
 logger = logging.getLogger(__name__)
@@ -594,7 +601,19 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
             "Predicted and measured", tables=[table for table in comparisons if table.rows]
         ),
         ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
+        ReportSection("What next", items=_next_items(record)),
         _run_section(record),
+    ]
+
+
+def _next_items(record: RunRecord) -> list[str]:
+    config_path = record.manifest.get("config_path")
+    if record.status != "finished" or not config_path:
+        return []
+    folder, on_gpu = record.folder, record.parts[-1].is_on_gpu
+    return [
+        f"make chat RUN={folder.shell_path}",
+        *next_run_commands(folder, config_path, on_gpu=on_gpu),
     ]
 
 
@@ -745,9 +764,34 @@ class Comparison(Answer):
         return {
             "ok": True,
             "path": str(self.path),
+            "better": self.better[0],
+            "better_because": self.better[1],
             "runs": runs,
             "differing": {key: list(values) for key, values in self.differences.items()},
         }
+
+    @property
+    def better(self) -> tuple[str | None, str]:
+        """The run with the lowest held-out loss, None where losses do not tell, and why."""
+        losses = self.results.get("loss_after") or (None,)
+        other_rows = [
+            key for key in self.differences if key.startswith(("content of ", "data.", "model."))
+        ]
+        if None in losses:
+            return None, "not every run has a held-out loss"
+        if other_rows:
+            return None, f"the losses are of other rows or models ({', '.join(other_rows)})"
+        by_loss = sorted(zip(losses, self.names, strict=True))
+        texts = [f"{name} {loss:.4f}" for loss, name in by_loss]
+        if by_loss[0][0] == by_loss[1][0]:
+            return None, f"equal held-out losses: {', '.join(texts)}"
+        return by_loss[0][1], f"held-out loss {', '.join(texts)}"
+
+    @property
+    def better_line(self) -> str:
+        """Which run is better, in words."""
+        name, reason = self.better
+        return f"Better: {name}, by {reason}" if name else f"Which is better is not known: {reason}"
 
     @property
     def difference_rows(self) -> list[tuple[str, ...]]:
@@ -772,6 +816,7 @@ class Comparison(Answer):
     def lines(self) -> list[str]:
         columns = [one_line(name, limit=28) for name in self.names]
         lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
+        lines.append(self.better_line)
         if self.differences:
             table = build_table(
                 ["differs", *columns], self.difference_rows, text_columns=range(len(columns) + 1)
@@ -817,7 +862,7 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
             name,
             record.status,
             str((record.settings.get("model") or {}).get("name", "")),
-            str(record.manifest.get("started", "")),
+            str(record.manifest.get("started", ""))[:16].replace("T", " "),
         )
         for name, record in zip(names, records, strict=True)
     ]
@@ -826,7 +871,8 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
         "Results": ReportTable(("", *names), comparison.result_rows),
         "What differs": ReportTable(("", *names), comparison.difference_rows, has_numbers=False),
     }
-    sections = [
+    sections = [ReportSection("Which is better", items=[comparison.better_line])]
+    sections += [
         ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows
     ]
     sections.append(ReportSection("Curves", charts=comparison_charts(names, records)))

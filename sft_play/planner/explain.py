@@ -448,6 +448,8 @@ MODE_NAMES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
 # are most of it.
 FEW_STEPS = 20
 LONG_CPU_RUN_S = 3600.0
+# How a note of the machine goes on where a GPU's name has several entries (`machine/hardware.py`).
+_SEVERAL_ENTRIES = "; the catalogue also has"
 
 
 def plan_summary_lines(
@@ -459,6 +461,9 @@ def plan_summary_lines(
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace(
         "does NOT fit", "DOES NOT FIT", 1
     )
+    if plan.memory.margin and plan.fits:
+        device = f" per {plan.choice.device_word}"
+        verdict = verdict.replace(device, f"{device}, margin included", 1)
     if plan.fits and not start_lines:
         verdict = (
             f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
@@ -471,7 +476,10 @@ def plan_summary_lines(
         machine += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
     elif hardware.ranks > 1:
         machine += f", {hardware.ranks} processes"
-    machine += " (assumed)" * hardware.named
+    if hardware.named:
+        others = [note.partition(_SEVERAL_ENTRIES) for note in hardware.notes]
+        also = "".join(f"; also{names}" for _, mark, names in others if mark)
+        machine += f" (assumed{also})"
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
@@ -485,12 +493,25 @@ def plan_summary_lines(
             f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak"
             f" {plan.memory.peak_text}"
         ),
-        f"{batch_text}; {format_run_length(plan)}",
+        f"{batch_text}; {_format_pace(plan, config)}",
         _format_data(plan, config, is_local=has_local_data),
         *(f"Warning: {warning}" for warning in plan_warnings(plan, config)),
         *start_lines[:-1],
         "    ".join([*start_lines[-1:], "Why, and what else was compared: make plan ... WHY=1"]),
     ]
+
+
+def _format_pace(plan: Plan, config: RunConfig) -> str:
+    """The learning rate, tokens per second, the run's length, and the weights that are loaded
+    before."""
+    text = f"learning rate {config.learning_rate:g}; "
+    if plan.speed_known:
+        text += f"about {plan.speed.tokens_per_s:,.0f} tokens/s; "
+    text += format_run_length(plan)
+    weights = 2 * plan.model_params  # in 16 bits, as most are published
+    if plan.hours is not None and weights >= GIB:
+        text += f", beside loading some {weights / GIB:.0f} GiB of weights"
+    return text
 
 
 def fit_line(plan: Plan, config: RunConfig) -> str:

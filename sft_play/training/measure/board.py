@@ -20,6 +20,8 @@ from sft_play.training.measure.exact_match import GeneratedAnswer
 
 # First part of a held-out split's tags: its folder in `tb/`.
 SPLIT_FOLDERS = {"eval": "validation", "test": "test"}
+# Measured before and after training alone.
+TEST_FOLDER = SPLIT_FOLDERS["test"]
 # The page of custom scalars: first how the run goes, then how the machine does. Each chart with its
 # tags' patterns, which TensorBoard matches from a tag's beginning.
 CHARTS = {
@@ -151,7 +153,7 @@ class TensorBoardWriter(TrainerCallback):
             if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
                 continue
             self._steps[tag] = step
-            writer = self._get_writer(tag)
+            writer = self._get_writer(tag, step)
             writer.add_scalar(tag, value, step)
             if tag.endswith("/exact_match") and (answers := list(self._answers())[:5]):
                 writer.add_text("answers", format_answers(answers), step)
@@ -175,10 +177,13 @@ class TensorBoardWriter(TrainerCallback):
             writer.close()
         self._writers.clear()
 
-    def _get_writer(self, tag: str) -> Any:
+    def _get_writer(self, tag: str, step: int | None = None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
+        if name == TEST_FOLDER and step == 0:
+            # measured twice: a curve of two points would be a line over steps that nobody measured
+            name = f"{name} before"
         if name not in self._writers:
             self._writers[name] = SummaryWriter(
                 log_dir=str(self._folder.tensorboard_path / name), purge_step=self._purge_step
