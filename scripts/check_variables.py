@@ -20,23 +20,18 @@ from sft_play.exit_codes import (
     write_json_line,
     write_missing_answer,
 )
-from sft_play.variables import (
-    command_line_problem,
-    help_facts,
-    help_lines,
-    repeated_variable_problem,
-)
+from sft_play.variables import command_line_problem, repeated_variable_problem, topic_help
 
 
 def main(words):
     """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that
     the check ran."""
     if words[:1] == ["--about"]:
-        facts = help_facts(Path("Makefile").read_text(encoding="utf-8"), words[1])
+        lines = topic_help(Path("Makefile").read_text(encoding="utf-8"), words[1])
         if wants_json(()):
-            write_json_line(add_exit_status(facts, 0))
+            write_json_line(add_exit_status({"topic": words[1], "help": lines}, 0))
         else:
-            sys.stdout.write("\n".join(help_lines(facts)) + "\n")
+            sys.stdout.write("\n".join(lines) + "\n")
         return 0
     is_json = words[-1:] == ["--json"]
     words = words[: len(words) - is_json]

@@ -131,77 +131,47 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     )
 
 
-def help_facts(makefile: str, topic: str) -> Dict[str, Any]:
-    """What `make help TOPIC` says, as data: of a target its line of a Makefile and its variables,
-    of a variable its help and targets, of a setting what the run YAML's schema says."""
+def topic_help(makefile: str, topic: str) -> List[str]:
+    """What `make help TOPIC` shows: of a target its line of a Makefile and the variables that it
+    takes, of a variable its help and targets, of a setting its default and what it is."""
     if topic in VARIABLES:
         variable = VARIABLES[topic]
-        return {
-            "name": topic,
-            "help": variable.help,
-            "example": f"{topic}={variable.example}",
-            "targets": [make_command(name) for name in variable.commands if name != "*"],
-        }
-    settings = find_settings(topic)
-    if settings:
-        return {"name": topic, "settings": settings}
-    text = next(line for line in makefile.splitlines() if line.startswith(topic + ":"))
-    variables = [
-        {"name": name, "example": variable.example, "help": variable.help}
-        for name, variable in VARIABLES.items()
-        if takes_variable(name, topic)
-    ]
-    return {"name": topic, "help": text.partition("## ")[2], "variables": variables}
-
-
-def help_lines(facts: Dict[str, Any]) -> List[str]:
-    """The facts of `help_facts` in words."""
-    if "settings" in facts:
-        return [
-            "{path} (default: {default}): {help}  SET='{path}=...'".format(**setting)
-            for setting in facts["settings"]
-        ]
-    if "targets" in facts:
-        return [
-            "{example}: {help}".format(**facts),
-            "  of " + (", ".join(facts["targets"]) or "every target"),
-        ]
+        commands = "every target" if variable.commands == ("*",) else _format_all(variable.commands)
+        return [f"{topic}={variable.example}: {variable.help}", f"  of {commands}"]
+    texts = [line for line in makefile.splitlines() if line.startswith(topic + ":")]
+    if not texts:
+        return [f"{path} {text}  SET='{path}=...'" for path, text in find_settings(topic).items()]
     return [
-        "make {name}: {help}".format(**facts),
+        f"make {topic}: {texts[0].partition('## ')[2]}",
         *(
-            "  {:<24} {}".format(row["name"] + "=" + row["example"], row["help"])
-            for row in facts["variables"]
+            f"  {name + '=' + variable.example:<24} {variable.help}"
+            for name, variable in VARIABLES.items()
+            if takes_variable(name, topic)
         ),
     ]
 
 
-def find_settings(name: str) -> List[Dict[str, Any]]:
+def find_settings(name: str) -> Dict[str, str]:
     """The settings of the run YAML of that name, or dotted path, with default and help; none
     where the schema is not here."""
-    suffix = "." + name.lower()
     if not _SCHEMA_FILE.is_file():
-        return []
+        return {}
     schema = json.loads(_SCHEMA_FILE.read_text(encoding="utf-8"))
-    return [
-        {
-            "path": path,
-            "default": json.dumps(row.get("default")).strip('"'),
-            "help": " ".join(row.get("description", "").split()),
-        }
-        for path, row in _walk_schema(schema, schema["$defs"], "")
-        if ("." + path).endswith(suffix)
-    ]
+    settings = _walk_schema(schema, schema["$defs"], "")
+    return {path: text for path, text in settings if f".{path}".endswith(f".{name.lower()}")}
 
 
 def _walk_schema(
     section: Dict[str, Any], sections: Dict[str, Any], prefix: str
-) -> Iterator[Tuple[str, Dict[str, Any]]]:
+) -> Iterator[Tuple[str, str]]:
     for name, row in section["properties"].items():
         inner = sections.get(row.get("$ref", "").rpartition("/")[2])
         if inner is not None:
             yield from _walk_schema(inner, sections, prefix + name + ".")
         else:
-            yield prefix + name, row
+            text = " ".join(row.get("description", "").split())
+            default = json.dumps(row.get("default")).strip('"')
+            yield prefix + name, f"(default: {default}): {text}"
 
 
 def command_line_problem(
@@ -219,35 +189,17 @@ def command_line_problem(
         makefile_targets: the targets of the Makefile that asks; None is every target of both.
     """
     targets = list(goals or ["help"])
-    # make help HARDWARE, make help train.epochs
-    if targets[:1] == ["help"] and len(targets) == 2:
-        topic = targets[1]
-        if topic in VARIABLES or find_settings(topic):
-            targets.pop()
     unknown = [
         _unknown_target_problem(goal)
         for goal in targets
         if goal not in (makefile_targets or all_targets())
+        # make help HARDWARE, make help train.epochs
+        and not (targets[0] == "help" and (goal in VARIABLES or find_settings(goal)))
     ]
     if unknown:
         return "; ".join(unknown)
     command_text = f"make {' '.join(targets)}" if goals else "make without a target"
-    settings = {name: _meant_setting(name, targets) for name in sorted(given_names)}
-    paths = [path for path in settings.values() if path]
-    problems = [
-        _variable_problem(name, targets, command_text) for name in settings if not settings[name]
-    ]
-    if paths:
-        names = ", ".join(name + "=" for name, path in settings.items() if path)
-        kinds = (
-            ("is not a variable", "a setting")
-            if len(paths) == 1
-            else ("are not variables", "settings")
-        )
-        problems.append(
-            f"{names} {kinds[0]} of {command_text}, but {kinds[1]} of the run YAML:"
-            f" SET='{' '.join(path + '=...' for path in paths)}'"
-        )
+    problems = [_variable_problem(name, targets, command_text) for name in sorted(given_names)]
     for name in sorted(empty_names):
         variable = VARIABLES.get(name)
         is_used = variable is not None and any(takes_variable(name, goal) for goal in targets)
@@ -262,14 +214,10 @@ def command_line_problem(
 def repeated_variable_problem(words: Sequence[str]) -> Optional[str]:
     """Say which variable stands twice among the words of make, which would keep the last alone;
     None where none does."""
-    values = {}  # type: Dict[str, List[str]]
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and name in VARIABLES:
-            values.setdefault(name, []).append(value)
-    for name, texts in values.items():
+    for name in VARIABLES:
+        texts = [word.partition("=")[2] for word in words if word.startswith(name + "=")]
         if len(texts) > 1:
-            joined = f": {name}='{' '.join(texts)}'" if VARIABLES[name].kind == "list" else ""
+            joined = f": {name}='{' '.join(texts)}'" * (VARIABLES[name].kind == "list")
             return (
                 f"{name}= is given {len(texts)} times, and make keeps the last alone; give it"
                 f" once{joined}"
@@ -285,8 +233,8 @@ def make_command(target: str) -> str:
 def _unknown_target_problem(goal: str) -> str:
     if goal in all_targets():  # of the other Makefile
         return f"make {goal}: that target is called as {make_command(goal)}"
-    hint, suggestion = "make help ALL=1 lists them", nearest_name(goal, all_targets())
-    hint = TARGET_HINTS.get(goal.lower().replace("_", "-"), hint)
+    suggestion = nearest_name(goal, all_targets())
+    hint = TARGET_HINTS.get(goal.lower().replace("_", "-"), "make help ALL=1 lists them")
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     elif goal.lower().endswith(DATA_SUFFIXES):
@@ -294,22 +242,6 @@ def _unknown_target_problem(goal: str) -> str:
     elif suggestion is not None and hint not in TARGET_HINTS.values():
         hint = f"did you mean {make_command(suggestion)}?"
     return f"make {goal}: there is no such target; {hint}"
-
-
-def _meant_setting(name: str, targets: List[str]) -> Optional[str]:
-    """The setting of the run YAML that an unknown variable names; None where it is none."""
-    if (
-        name in VARIABLES
-        or name.upper() in _FOREIGN_VARIABLES
-        or nearest_name(name, _usable_names(targets))
-    ):
-        return None
-    by_name = [row["path"] for row in find_settings(name)]
-    return SETTING_SYNONYMS.get(normalize_name(name)) or next(iter(by_name), None)
-
-
-def _usable_names(targets: Sequence[str]) -> List[str]:
-    return [name for name in VARIABLES if any(takes_variable(name, goal) for goal in targets)]
 
 
 def _variable_problem(name: str, targets: List[str], command_text: str) -> Optional[str]:
@@ -328,7 +260,17 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
         return problem
     if name.upper() in _FOREIGN_VARIABLES:
         return None
-    usable_names = _usable_names(targets)
+    usable_names = [
+        variable
+        for variable in VARIABLES
+        if any(takes_variable(variable, goal) for goal in targets)
+    ]
+    setting = SETTING_SYNONYMS.get(normalize_name(name)) or next(iter(find_settings(name)), None)
+    if setting and not nearest_name(name, usable_names):
+        return (
+            f"{name}= is not a variable of {command_text}, but a setting of the run YAML:"
+            f" SET='{setting}=...'"
+        )
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
@@ -358,7 +300,11 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
 
 
 def _format_variable_commands(name: str) -> str:
-    commands = [make_command(command) for command in VARIABLES[name].commands]
+    commands = VARIABLES[name].commands
     if len(commands) > 7:
-        return f"{', '.join(commands[:6])} and {len(commands) - 6} others"
-    return ", ".join(commands)
+        return f"{_format_all(commands[:6])} and {len(commands) - 6} others"
+    return _format_all(commands)
+
+
+def _format_all(commands: Iterable[str]) -> str:
+    return ", ".join(map(make_command, commands))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from sft_play.commands.request import CommandResult, Request, requested_hardware
 from sft_play.config.load import config_from_text
-from sft_play.config.options import sections
 from sft_play.config.translated import format_run_yaml, translate_file
-from sft_play.config.yaml_io import JsonValue, parse_yaml_value, read_text
+from sft_play.config.yaml_io import JsonValue, nest_values, parse_yaml_value, read_text, walk_leaves
 from sft_play.data.checks import missed_column_lines
 from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
@@ -91,24 +90,14 @@ def _default_file_name(request: Request) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', stem).strip('._-') or 'run'}.yaml"
 
 
+# The settings of SET by their dotted paths; an error for those that there are not.
 def _read_settings(request: Request) -> dict[str, JsonValue]:
-    """The settings of SET by their dotted paths. Raises ConfigError for those that there are
-    not."""
     config_from_text("model: {name: any}", name="the run YAML", overrides=request.overrides)
-    settings: dict[str, JsonValue] = {}
-    for word in request.overrides:
-        path, _, text = word.partition("=")
-        settings |= _flatten_section(path.strip(), parse_yaml_value(text, name=f"SET {path}"))
-    return settings
-
-
-def _flatten_section(path: str, value: JsonValue) -> dict[str, JsonValue]:
-    if path not in sections() or not isinstance(value, dict):
-        return {path: value}
-    settings: dict[str, JsonValue] = {}
-    for key, inner in value.items():
-        settings |= _flatten_section(f"{path}.{key}", inner)
-    return settings
+    words = (word.partition("=") for word in request.overrides)
+    tree = nest_values(
+        {path.strip(): parse_yaml_value(text, name=f"SET {path}") for path, _, text in words}
+    )
+    return {".".join(map(str, path)): value for path, value in walk_leaves(tree) if path}
 
 
 def _translate_file(request: Request, user_settings: Mapping[str, JsonValue]) -> _RunYaml:
@@ -145,18 +134,21 @@ def _infer_run_yaml(request: Request, user_settings: Mapping[str, JsonValue]) ->
         format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}),
         name="the run YAML",
     )
-    columns = user_settings.get("data.columns")
     dataset_info = infer_dataset(
         request.data,
         count_tokens=_token_counter(folder),
         max_positions=load_run_model_shape(qlora_config).max_positions,
-        columns=columns if isinstance(columns, dict) else None,
+        columns={
+            path.removeprefix("data.columns."): value
+            for path, value in user_settings.items()
+            if path.startswith("data.columns.")
+        },
     )
     settings = {**model_settings, **dataset_info.settings}
-    if "data.val_path" in user_settings:
-        settings.pop("data.val_fraction", None)
-    if any(path.startswith("train.") for path in user_settings):
-        settings.pop("train.effective_batch_size", None)
+    # what was inferred for others than these
+    for prefix, inferred in (("data.val_", "val_fraction"), ("train.", "effective_batch_size")):
+        if any(path.startswith(prefix) for path in user_settings):
+            settings.pop(f"{prefix.partition('.')[0]}.{inferred}", None)
     if dataset_info.is_chat and folder is not None:
         template_files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
         if not template_files and not read_json(folder / "tokenizer_config.json").get(
@@ -174,12 +166,12 @@ def _infer_run_yaml(request: Request, user_settings: Mapping[str, JsonValue]) ->
     )
 
 
+# The first mode that fits without offload, else the first that fits; and why.
 def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[str, str]:
-    """The first mode that fits without offload, else the first that fits; and why."""
     hardware = requested_hardware(request)
     machine_text = request.hardware or "this machine"
     reason = f"nothing fits {machine_text}; make plan shows what would"
-    offloading: tuple[str, str] | None = None
+    answers: dict[bool, tuple[str, str]] = {}  # by whether a part of it is in RAM
     for mode in _MODES_BY_PREFERENCE:
         config = config_from_text(
             format_run_yaml({**settings, "tuning.mode": mode}), name="the run YAML"
@@ -187,19 +179,21 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
         try:
             plan = plan_run(config, hardware, include_suggestions=False)
             if plan.fits:
-                offload_note = " with parts of it in RAM" * plan.choice.offloads
-                notes = [f"{mode} fits {machine_text}{offload_note}", *long_cpu_warnings(plan)]
+                notes = long_cpu_warnings(plan)
                 try:
                     require_capable_machine(config, hardware)
                 except HardwareError as error:
-                    notes[1:] = [f"but a run here would stop: {error}"]
+                    notes = [f"but a run here would stop: {error}"]
+                notes.insert(0, f"{mode} fits {machine_text}{plan.choice.ram_text}")
                 answer = mode, ", ".join(one_line(note, limit=400) for note in notes)
-                if not plan.choice.offloads:
-                    return answer
-                offloading = offloading or answer
+                answers.setdefault(plan.choice.offloads, answer)
         except SftPlayError as error:
             reason = f"no plan was made for {machine_text}: {one_line(str(error))}"
-    return offloading or (_MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}")
+    return (
+        answers.get(False)
+        or answers.get(True)
+        or (_MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}")
+    )
 
 
 def _token_counter(folder: Path | None) -> CountTokens:

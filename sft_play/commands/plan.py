@@ -81,6 +81,7 @@ def run_plan(request: Request) -> CommandResult:
     if backend is not None and backend.fallback_from:  # another one than was asked for
         backend_lines = [f"Backend: {backend.reason}"]
     budget: BudgetResult | None = None
+    machine_text = request.hardware or ""
     if request.budget is not None:
         if run.stages:
             raise ConfigError(
@@ -89,8 +90,9 @@ def run_plan(request: Request) -> CommandResult:
         budget = make_budget(run.config, request.budget, hardware, layouts=layouts)
     if budget is not None and budget.offers and not request.hardware and request.price is None:
         cheapest = budget.offers[0]  # within the budget or not
+        machine_text = cheapest.machine
         hardware = machine = dataclasses.replace(
-            parse_hardware(cheapest.machine), price_per_gpu_hour=cheapest.usd_per_gpu_hour
+            parse_hardware(machine_text), price_per_gpu_hour=cheapest.usd_per_gpu_hour
         )
     refuse_impossible_strategy(run.config, hardware, strategy)
     parts = _plan_parts(run, hardware, layouts, trace=request.trace, keeps_params=keeps_params)
@@ -112,13 +114,10 @@ def run_plan(request: Request) -> CommandResult:
     if misfit is None:
         refusal_texts = _refusal_texts(run, machine, [part[2] for part in parts], row_errors)
     command, node_lines = None, list[str]()
-    machine_text = request.hardware
-    if budget is not None and budget.offers and not request.hardware:
-        machine_text = budget.offers[0].machine
     if misfit is None and not refusal_texts:
         deepspeed = request.options.deepspeed
         command = launch_line(plan, run, deepspeed.file if deepspeed else None)
-        node_lines = _node_launch_lines(plan, command, machine_text or "")
+        node_lines = _node_launch_lines(plan, command, machine_text)
     stages = parts if run.stages else []
     data = _plan_json(plan, name, stages, cells, largest, refusal_texts, command)
     lines = _plan_page(

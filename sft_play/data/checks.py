@@ -115,8 +115,7 @@ def _bad_rows_finding(
         return warn_finding(
             name, lines, "they are left out (data.on_bad_row=skip); fix them to use them"
         )
-    is_all = bad_rows.total() == rows
-    return fail_finding(name, lines, FIX_ALL if is_all else FIX_OR_SKIP)
+    return fail_finding(name, lines, FIX_ALL if bad_rows.total() == rows else FIX_OR_SKIP)
 
 
 def duplicate_warnings(stats: RowStats) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ new run YAML."""
 import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +42,8 @@ _MAX_FULL_LENGTH = 4096
 _MIN_ROWS_TO_SPLIT, _MAX_HELD_OUT_ROWS = 40, 2_000
 # As many held-out rows tell whether a run is better, and are held out of as many rows, or more.
 _MIN_HELD_OUT_ROWS, _ROWS_FOR_A_VERDICT = 30, 300
-# Optimizer steps that plain text comes to, and the fewest blocks of a step for that.
-_MIN_STEPS, _MIN_BLOCKS_A_STEP = 20, 4
+# Optimizer steps that plain text comes to.
+_MIN_STEPS = 20
 
 # The tokens of a text.
 CountTokens = Callable[[str], int]
@@ -70,7 +71,7 @@ def infer_dataset(
     *,
     count_tokens: CountTokens = estimate_tokens,
     max_positions: int | None = None,
-    columns: Mapping[str, Any] | None = None,
+    columns: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> InferredDataset:
     """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the
     likely encoding. `max_positions`: the longest row that the model takes; `columns`: the user's
@@ -81,7 +82,7 @@ def infer_dataset(
         data_path,
         count_tokens=count_tokens,
         max_positions=max_positions,
-        columns=dict(columns or {}),
+        columns=dict(columns),
     )
     try:
         return infer("utf-8")
@@ -146,12 +147,11 @@ def _infer_with_encoding(
     for index, example in enumerate(examples):
         if isinstance(example, Chat):
             row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
-    batch = TrainConfig().effective_batch_size
+    default_batch = batch = TrainConfig().effective_batch_size
     if is_cpt:
         task, description = "cpt", f"{row_count:,} text{'s' * (row_count > 1)}"
-        length, small_batch = _choose_blocks(sum(row_tokens), batch)
-        if small_batch < batch:
-            batch = small_batch
+        length, batch = _choose_blocks(sum(row_tokens), batch)
+        if batch < default_batch:
             description += (
                 f" of about {sum(row_tokens):,} tokens: short blocks and small batches make"
                 f" {sum(row_tokens) // (length * batch)} steps"
@@ -169,7 +169,7 @@ def _infer_with_encoding(
     settings: dict[str, JsonValue] = {"model.max_seq_len": length, "task_mode": task, **paths}
     if columns:
         settings["data.columns"] = dict(columns)
-    if batch != TrainConfig().effective_batch_size:
+    if batch != default_batch:
         settings["train.effective_batch_size"] = batch
     if "data.val_path" not in paths:
         # of one document its end is held out, and there are blocks to hold out
@@ -213,17 +213,13 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
     return {"data.train_path": data_path}, source, is_text
 
 
+# The length of blocks of plain text, and the blocks of a step: 2,048 and `batch`, or down to an
+# eighth of it where the text would fill fewer than eight blocks, or _MIN_STEPS steps.
 def _choose_blocks(tokens: int, batch: int) -> tuple[int, int]:
-    """The length of blocks of plain text, and the blocks of a step: 2,048 and `batch`, or less
-    where the text would fill fewer than eight blocks, or fewer than _MIN_STEPS steps."""
     lengths = [length for length in (2048, 1024, 512, 256, 128) if 8 * length <= tokens] or [64]
-    for length in lengths:
-        blocks = batch
-        while blocks >= _MIN_BLOCKS_A_STEP:
-            if tokens >= _MIN_STEPS * blocks * length:
-                return length, blocks
-            blocks //= 2
-    return lengths[-1], min(batch, _MIN_BLOCKS_A_STEP)
+    choices = itertools.product(lengths, [batch, batch // 2, batch // 4, batch // 8])
+    enough = (choice for choice in choices if _MIN_STEPS * math.prod(choice) <= tokens)
+    return next(enough, (lengths[-1], batch // 8))
 
 
 def _choose_length(tokens: Sequence[int]) -> int:

@@ -304,12 +304,10 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
         f"Number of GPUs: {len(hardware.gpus)}",
     ]
     facts = {**data, **(data["gpus"][0] if data["gpus"] else {})}
-    if capability := facts.get("capability"):
-        facts["cc"] = ".".join(map(str, capability))
+    facts["cc"] = ".".join(map(str, facts.get("capability") or ())) or None
     if not hardware.ram_given:  # what stands there is this machine's
         facts["ram_bytes"] = None
-        if not hardware.gpus:
-            facts["budget_bytes"] = None
+        facts["budget_bytes"] = data["budget_bytes"] if hardware.gpus else None
         lines.append("RAM of a node: not given (ram=512GiB names it)")
     for label, key, unit, size in _ASSUMED_FACTS:
         value = facts.get(key)

@@ -593,6 +593,11 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
         )
         for part in record.parts
     ]
+    next_items, config_path = list[str](), record.manifest.get("config_path")
+    if record.status == "finished" and config_path:
+        next_items = next_run_commands(
+            record.folder, config_path, on_gpu=record.parts[-1].is_on_gpu
+        )
     return [
         ReportSection("How it ended", items=[str(error)] if error else []),
         ReportSection("Warnings", items=warnings),
@@ -601,19 +606,8 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
             "Predicted and measured", tables=[table for table in comparisons if table.rows]
         ),
         ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
-        ReportSection("What next", items=_next_items(record)),
+        ReportSection("What next", items=next_items),
         _run_section(record),
-    ]
-
-
-def _next_items(record: RunRecord) -> list[str]:
-    config_path = record.manifest.get("config_path")
-    if record.status != "finished" or not config_path:
-        return []
-    folder, on_gpu = record.folder, record.parts[-1].is_on_gpu
-    return [
-        f"make chat RUN={folder.shell_path}",
-        *next_run_commands(folder, config_path, on_gpu=on_gpu),
     ]
 
 
@@ -764,34 +758,25 @@ class Comparison(Answer):
         return {
             "ok": True,
             "path": str(self.path),
-            "better": self.better[0],
-            "better_because": self.better[1],
+            "better": self.better,
             "runs": runs,
             "differing": {key: list(values) for key, values in self.differences.items()},
         }
 
     @property
-    def better(self) -> tuple[str | None, str]:
-        """The run with the lowest held-out loss, None where losses do not tell, and why."""
-        losses = self.results.get("loss_after") or (None,)
-        other_rows = [
-            key for key in self.differences if key.startswith(("content of ", "data.", "model."))
-        ]
-        if None in losses:
-            return None, "not every run has a held-out loss"
-        if other_rows:
-            return None, f"the losses are of other rows or models ({', '.join(other_rows)})"
+    def better(self) -> str:
+        """Which run has the lowest held-out loss, or why that is not known, in words."""
+        losses = self.results.get("loss_after", (None,))
+        causes = ("content of ", "data.", "model.")
+        other_rows = ", ".join(key for key in self.differences if key.startswith(causes))
+        if None in losses or other_rows or len(set(losses)) == 1:
+            return "Which is better is not known: " + (
+                f"the losses are of other rows or models ({other_rows})" * bool(other_rows)
+                or "there are no held-out losses that differ"
+            )
         by_loss = sorted(zip(losses, self.names, strict=True))
-        texts = [f"{name} {loss:.4f}" for loss, name in by_loss]
-        if by_loss[0][0] == by_loss[1][0]:
-            return None, f"equal held-out losses: {', '.join(texts)}"
-        return by_loss[0][1], f"held-out loss {', '.join(texts)}"
-
-    @property
-    def better_line(self) -> str:
-        """Which run is better, in words."""
-        name, reason = self.better
-        return f"Better: {name}, by {reason}" if name else f"Which is better is not known: {reason}"
+        text = ", ".join(f"{name} {loss:.4f}" for loss, name in by_loss)
+        return f"Better: {by_loss[0][1]}, by held-out loss: {text}"
 
     @property
     def difference_rows(self) -> list[tuple[str, ...]]:
@@ -815,8 +800,10 @@ class Comparison(Answer):
 
     def lines(self) -> list[str]:
         columns = [one_line(name, limit=28) for name in self.names]
-        lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
-        lines.append(self.better_line)
+        lines = [
+            f"Compared: {len(self.names)} runs; {len(self.differences)} differences",
+            self.better,
+        ]
         if self.differences:
             table = build_table(
                 ["differs", *columns], self.difference_rows, text_columns=range(len(columns) + 1)
@@ -871,7 +858,7 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
         "Results": ReportTable(("", *names), comparison.result_rows),
         "What differs": ReportTable(("", *names), comparison.difference_rows, has_numbers=False),
     }
-    sections = [ReportSection("Which is better", items=[comparison.better_line])]
+    sections = [ReportSection("Which is better", items=[comparison.better])]
     sections += [
         ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows
     ]

@@ -359,7 +359,7 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
         raise ModelError(
             f"the weights of {one_line(name)} are already quantised"
-            f" ({one_line(method)}{', 8 bits' * is_8bit}); {unquantised_remedy(name)}"
+            f" ({one_line(method)}{', 8 bits' * is_8bit}); {_unquantised_remedy(name)}"
         )
 
 
@@ -402,21 +402,20 @@ def explain_model_name(name: str) -> str:
     for pattern, text in json.loads(_NAME_HINTS_FILE.read_text(encoding="utf-8")):
         if match := re.fullmatch(pattern, name, re.IGNORECASE):
             stem = match[1].replace(":", "-")
-            meant = _find_known_name(f"{stem}-Instruct", stem) or "owner/name"
-            return str(text.format(stem=stem, meant=meant))
+            known = _find_known_name(f"{stem}-Instruct", stem)
+            return str(text.format(stem=stem, meant=known or "owner/name"))
     return ""
 
 
+# The known model whose name without its owner is nearest to one of these.
 def _find_known_name(*stems: str) -> str | None:
-    """The known model whose name without its owner is nearest to one of these."""
     names = {known.rpartition("/")[2]: known for known in KNOWN_MODELS}
     return names.get(next(filter(None, (nearest_name(stem, names) for stem in stems)), ""))
 
 
-def unquantised_remedy(name: str) -> str:
-    """What to train in place of a quantised copy."""
-    stem = _QUANTISED_SUFFIX.sub("", name.rpartition("/")[2])
-    known = _find_known_name(stem)
+# What to train in place of a quantised copy.
+def _unquantised_remedy(name: str) -> str:
+    known = _find_known_name(_QUANTISED_SUFFIX.sub("", name.rpartition("/")[2]))
     return (
         f"take the unquantised model{f' {known}' if known else ''}: tuning.mode=qlora quantises it"
         " while loading"
@@ -532,9 +531,8 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     no_config_reason = "has no config.json on the hub: it is not a transformers model"
     if "gguf" in name.lower():
         no_config_reason = f"is {_GGUF_DESCRIPTION}"
+    quantised_hint = f"it is quantised: {_unquantised_remedy(name)}"
     hint = did_you_mean(name, KNOWN_MODELS) or "connect, or give a local folder"
-    if _QUANTISED_SUFFIX.search(name):
-        hint = f"it is quantised: {unquantised_remedy(name)}"
     reasons: dict[type[Exception], str] = {
         errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
         errors.GatedRepoError: (
@@ -542,7 +540,7 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         ),
         errors.LocalEntryNotFoundError: (
             f"is not a folder here (looked from {Path.cwd()}), is not in the local cache, and the"
-            f" hub cannot be reached; {hint}"
+            f" hub cannot be reached; {quantised_hint if _QUANTISED_SUFFIX.search(name) else hint}"
         ),
         errors.RepositoryNotFoundError: (
             "is not on the hub (or it is private: `hf auth login`); check the spelling, or "

@@ -461,9 +461,11 @@ def plan_summary_lines(
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace(
         "does NOT fit", "DOES NOT FIT", 1
     )
-    if plan.memory.margin and plan.fits:
-        device = f" per {plan.choice.device_word}"
-        verdict = verdict.replace(device, f"{device}, margin included", 1)
+    verdict = verdict.replace(
+        f" per {plan.choice.device_word}",
+        f" per {plan.choice.device_word}, margin included",
+        plan.fits,
+    )
     if plan.fits and not start_lines:
         verdict = (
             f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
@@ -476,10 +478,12 @@ def plan_summary_lines(
         machine += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
     elif hardware.ranks > 1:
         machine += f", {hardware.ranks} processes"
-    if hardware.named:
-        others = [note.partition(_SEVERAL_ENTRIES) for note in hardware.notes]
-        also = "".join(f"; also{names}" for _, mark, names in others if mark)
-        machine += f" (assumed{also})"
+    also = "".join(
+        f"; also{note.partition(_SEVERAL_ENTRIES)[2]}"
+        for note in hardware.notes
+        if _SEVERAL_ENTRIES in note
+    )
+    machine += f" (assumed{also})" * hardware.named
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
@@ -501,17 +505,16 @@ def plan_summary_lines(
     ]
 
 
+# The learning rate, tokens per second, the run's length, and the weights that are loaded before.
 def _format_pace(plan: Plan, config: RunConfig) -> str:
-    """The learning rate, tokens per second, the run's length, and the weights that are loaded
-    before."""
-    text = f"learning rate {config.learning_rate:g}; "
-    if plan.speed_known:
-        text += f"about {plan.speed.tokens_per_s:,.0f} tokens/s; "
-    text += format_run_length(plan)
     weights = 2 * plan.model_params  # in 16 bits, as most are published
-    if plan.hours is not None and weights >= GIB:
-        text += f", beside loading some {weights / GIB:.0f} GiB of weights"
-    return text
+    is_long = plan.hours is not None and weights >= GIB
+    loading_note = f", beside loading some {weights / GIB:.0f} GiB of weights" * is_long
+    speed_text = f"about {plan.speed.tokens_per_s:,.0f} tokens/s; " * plan.speed_known
+    return (
+        f"learning rate {config.learning_rate:g}; {speed_text}{format_run_length(plan)}"
+        f"{loading_note}"
+    )
 
 
 def fit_line(plan: Plan, config: RunConfig) -> str:

@@ -297,8 +297,8 @@ def next_run_commands(folder: "RunFolder", config_path: str | Path, *, on_gpu: b
     """The commands that come after a run: one's own data after the starter, else what judges the
     run and ships it."""
     if Path(config_path).name == Path(CONFIG).name:
-        size = "3B" if on_gpu else "0.5B"  # at most what a run here takes
-        return [f"make new MODEL=Qwen/Qwen2.5-{size}-Instruct DATA=my.jsonl"]
+        # at most what a run here takes
+        return [f"make new MODEL=Qwen/Qwen2.5-{'3' if on_gpu else '0.5'}B-Instruct DATA=my.jsonl"]
     run = f"RUN={folder.whole_run.shell_path}"
     return [f"make eval {run}", f"make ship {run}", f"make export {run} FORMAT=gguf"]
 

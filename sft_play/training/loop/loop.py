@@ -228,20 +228,21 @@ class EvaluatedLoop(CheckpointedLoop):
                 "Generating answers", unit="answers", count_total=lambda: len(questions)
             ) as progress,
         ):
-            answers: list[GeneratedAnswer] = generate_answers(
-                self.model,
-                self.processing_class,
-                questions,
-                stop_ids=self._stop_ids,
-                max_new_tokens=self._max_new_tokens,
-                max_tokens=self.plan.answer_tokens,
-                try_batch=self.step_memory.try_batch,
-                on_batch_end=progress.add,
-                on_batch_start=lambda: self.heartbeat.note(
-                    self.state.global_step, "generating answers"
-                ),
+            return list(
+                generate_answers(
+                    self.model,
+                    self.processing_class,
+                    questions,
+                    stop_ids=self._stop_ids,
+                    max_new_tokens=self._max_new_tokens,
+                    max_tokens=self.plan.answer_tokens,
+                    try_batch=self.step_memory.try_batch,
+                    on_batch_end=progress.add,
+                    on_batch_start=lambda: self.heartbeat.note(
+                        self.state.global_step, "generating answers"
+                    ),
+                )
             )
-        return answers
 
     def _measure_exact_match(
         self, questions: Sequence[Question], *, prefix: str

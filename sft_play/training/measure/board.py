@@ -20,8 +20,6 @@ from sft_play.training.measure.exact_match import GeneratedAnswer
 
 # First part of a held-out split's tags: its folder in `tb/`.
 SPLIT_FOLDERS = {"eval": "validation", "test": "test"}
-# Measured before and after training alone.
-TEST_FOLDER = SPLIT_FOLDERS["test"]
 # The page of custom scalars: first how the run goes, then how the machine does. Each chart with its
 # tags' patterns, which TensorBoard matches from a tag's beginning.
 CHARTS = {
@@ -181,7 +179,7 @@ class TensorBoardWriter(TrainerCallback):
         from torch.utils.tensorboard import SummaryWriter
 
         name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
-        if name == TEST_FOLDER and step == 0:
+        if tag.startswith("test/") and step == 0:
             # measured twice: a curve of two points would be a line over steps that nobody measured
             name = f"{name} before"
         if name not in self._writers:

@@ -116,11 +116,11 @@ def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
     return EvalSet(split, name, questions, validation_questions, samples)
 
 
+# Three questions of the held-out rows, where eval.generate_rows was left open; none where each
+# token of an answer would fetch the weights from RAM.
 def _sample_questions(
     job: RunJob, prepared: Prepared, split: DataSplit | None
 ) -> tuple[Question, ...]:
-    """Three questions of the held-out rows, where eval.generate_rows was left open; none where each
-    token of an answer would fetch the weights from RAM."""
     is_open = "generate_rows" not in job.loaded.config.eval.model_fields_set
     if split is None or not is_open or job.plan.choice.layout.offloads_params:
         return ()

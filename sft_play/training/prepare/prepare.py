@@ -240,9 +240,8 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
 def shorten_row(row: str) -> str:
     """A row with its trained part in [[ ]] as a terminal shows it: from a little before that part,
     where a long prompt would leave no place for it, and from the beginning of a word or token."""
-    start, trained = 0, row.find("[[")
-    if len(row) > _SHOWN_CHARACTERS:
-        start = max(0, trained - _SHOWN_CHARACTERS // 3)
+    trained = row.find("[[")
+    start = max(0, trained - _SHOWN_CHARACTERS // 3) if len(row) > _SHOWN_CHARACTERS else 0
     if start and (boundary := re.search(r"\s|<", row[start:trained])):
         start += boundary.start()
     return one_line(f"{'…' if start else ''}{row[start:]}", limit=_SHOWN_CHARACTERS)
