@@ -219,7 +219,7 @@ def test_an_unknown_gpu_can_be_given_with_its_memory_and_one_rate_for_both_16_bi
 @pytest.mark.parametrize(("text", "note"), [
     ("A100", "A100 is read as A100-80GB with 79.1 GiB; the catalogue also has A100-40GB"),
     ("2xH100", "H100 is read as H100 SXM with 79.2 GiB; the catalogue also has H100-PCIe, H100-NVL"),
-    ("3060", "3060 is read as RTX 3060 with 11.6 GiB; the catalogue also has RTX 3060 8GB, RTX 3060 Laptop"),
+    ("3060", "3060 is read as RTX 3060 with 11.6 GiB; the catalogue also has RTX 3060 8GB"),
     ("RTX 6000", "RTX 6000 is read as RTX 6000 Ada with 47.4 GiB; the catalogue also has RTX PRO 6000, Quadro"),
 ])  # fmt: skip
 def test_a_name_of_several_gpus_is_read_aloud(text, note):

@@ -320,7 +320,6 @@ def _find_entry(
         return next(iter(entries), None), []
     if entries:
         first, *others = entries
-        others += [one for one in find_catalog_entries(f"{name} laptop") if one not in entries]
         chosen_name = first.name
         if catalog_key(first.name) == catalog_key(name) and first.aliases:
             chosen_name = first.aliases[0]

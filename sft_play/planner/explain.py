@@ -8,6 +8,7 @@ from rich.table import Table
 
 from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
+from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.models.shape import ModelShape
@@ -478,12 +479,12 @@ def plan_summary_lines(
         machine += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
     elif hardware.ranks > 1:
         machine += f", {hardware.ranks} processes"
-    also = "".join(
-        f"; also{note.partition(_SEVERAL_ENTRIES)[2]}"
-        for note in hardware.notes
-        if _SEVERAL_ENTRIES in note
-    )
-    machine += f" (assumed{also})" * hardware.named
+    others = [note.partition(_SEVERAL_ENTRIES)[2] for note in hardware.notes]
+    if any(others):
+        laptops = find_catalog_entries(f"{hardware.gpus[0].name} laptop")
+        others += [f", {entry.name}" for entry in laptops]
+        others.insert(0, "; also")
+    machine += f" (assumed{''.join(others)})" * hardware.named
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
