@@ -91,7 +91,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 
 ##@ Variables (from the command line or the environment)
 #: CONFIG=FILE              the run YAML
-#: SET='a.b=1 c.d=[x, y]'   settings that replace those of CONFIG
+#: SET='a.b=1 c.d=[x, y]'   settings that replace those of CONFIG (new: of what it writes)
 #: HARDWARE=2xH200          plan for this machine instead of the present one
 #: RUN=NAME                 name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one
 #: JSON=1                   print one JSON object on standard output, and nothing else there

@@ -22,7 +22,8 @@ ifneq ($(GIVEN)$(filter-out $(EVERY),$(MAKECMDGOALS)),)
 override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
 override refused = $(shell for python in .venv/bin/python $(PYTHONS) \
   '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py $(call quoted,$(MAKECMDGOALS)) \
-  --targets $(EVERY) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) $(1) 2>/dev/null && break; done)
+  --targets $(EVERY) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) \
+  --make $$PPID $(1) 2>/dev/null && break; done)
 override REFUSED := $(call refused)
 $(if $(REFUSED),$(if $(filter-out 0,$(value JSON)),$(info $(call refused,--json)))$(error $(REFUSED)))
 endif
@@ -65,11 +66,11 @@ done; echo '$(NO_PYTHON)' >&2; case "$${JSON:-0}" in 0) ;; *) \
   echo '{"ok": false, "kind": "fix", "exit": 2, "error": "$(NO_PYTHON)"}' ;; esac; exit 2
 endef
 
-# `make help plan`: the word after `help` is what it is about, and runs nothing.
+# `make help plan`, `help HARDWARE`, `help train.epochs`: the word after `help` is what it is about, and runs nothing.
 override ABOUT := $(if $(filter help.2,$(firstword $(MAKECMDGOALS)).$(words $(MAKECMDGOALS))),$(filter-out help,$(word 2,$(MAKECMDGOALS))))
 ifneq ($(and $(ABOUT),$(filter Makefile,$(TARGETS))),)
 help:
-	@$(call ANY_PYTHON,scripts/check_variables.py --about $(ABOUT))
+	@$(call ANY_PYTHON,scripts/check_variables.py --about $(call quoted,$(ABOUT)))
 $(sort setup train-tb $(ABOUT)):
 	@:
 else

@@ -40,9 +40,9 @@ def nearest_name(
 
 
 def did_you_mean(name: str, *choices: Iterable[str], min_similarity: Optional[float] = None) -> str:
-    """Ask `did you mean …?` with the nearest name; empty where none is near."""
+    """Ask `did you mean …?` with the nearest name; empty where none is near, or it is the same."""
     suggestion = nearest_name(name, *choices, min_similarity=min_similarity)
-    return f"did you mean {suggestion}?" if suggestion else ""
+    return f"did you mean {suggestion}?" if suggestion not in (None, name) else ""
 
 
 def normalize_name(name: str) -> str:

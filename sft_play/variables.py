@@ -8,7 +8,7 @@ the tests read it. Standard library only, and nothing newer than Python 3.6:
 
 import json
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from sft_play.spelling import nearest_name, normalize_name
 
@@ -58,9 +58,16 @@ SETTING_BY_VARIABLE: Dict[str, str] = _VARIABLE_TABLE["settings"]
 VARIABLE_SYNONYMS = {
     word: name for name, words in _VARIABLE_TABLE["other_words"].items() for word in words.split()
 }
+# Other names for settings in the same form, and for targets with what to say of each.
+SETTING_SYNONYMS, TARGET_HINTS = (
+    {word: answer for answer, words in _VARIABLE_TABLE[table].items() for word in words.split()}
+    for table in ("setting_words", "target_words")
+)
 # Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on.
 FOREIGN_PREFIXES = _expand_names(_VARIABLE_TABLE["of_others"])
 _FOREIGN_VARIABLES = _expand_names(_VARIABLE_TABLE["others"])
+# The run YAML's settings, as JSON: what reads this file may lack the package's libraries.
+_SCHEMA_FILE = Path(__file__).parent.parent / "configs" / "run.schema.json"
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 
 
@@ -124,19 +131,47 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     )
 
 
-def target_help(makefile: str, target: str) -> List[str]:
-    """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it
-    takes."""
-    text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition(
-        "## "
-    )[2]
-    variables = [
-        (name, variable) for name, variable in VARIABLES.items() if takes_variable(name, target)
-    ]
+def topic_help(makefile: str, topic: str) -> List[str]:
+    """What `make help TOPIC` shows: of a target its line of a Makefile and the variables that it
+    takes, of a variable its help and targets, of a setting its default and what it is."""
+    if topic in VARIABLES:
+        variable = VARIABLES[topic]
+        commands = "every target" if variable.commands == ("*",) else _format_all(variable.commands)
+        return [f"{topic}={variable.example}: {variable.help}", f"  of {commands}"]
+    texts = [line for line in makefile.splitlines() if line.startswith(topic + ":")]
+    if not texts:
+        return [f"{path} {text}  SET='{path}=...'" for path, text in find_settings(topic).items()]
     return [
-        f"make {target}: {text}",
-        *(f"  {name + '=' + variable.example:<24} {variable.help}" for name, variable in variables),
+        f"make {topic}: {texts[0].partition('## ')[2]}",
+        *(
+            f"  {name + '=' + variable.example:<24} {variable.help}"
+            for name, variable in VARIABLES.items()
+            if takes_variable(name, topic)
+        ),
     ]
+
+
+def find_settings(name: str) -> Dict[str, str]:
+    """The settings of the run YAML of that name, or dotted path, with default and help; none
+    where the schema is not here."""
+    if not _SCHEMA_FILE.is_file():
+        return {}
+    schema = json.loads(_SCHEMA_FILE.read_text(encoding="utf-8"))
+    settings = _walk_schema(schema, schema["$defs"], "")
+    return {path: text for path, text in settings if f".{path}".endswith(f".{name.lower()}")}
+
+
+def _walk_schema(
+    section: Dict[str, Any], sections: Dict[str, Any], prefix: str
+) -> Iterator[Tuple[str, str]]:
+    for name, row in section["properties"].items():
+        inner = sections.get(row.get("$ref", "").rpartition("/")[2])
+        if inner is not None:
+            yield from _walk_schema(inner, sections, prefix + name + ".")
+        else:
+            text = " ".join(row.get("description", "").split())
+            default = json.dumps(row.get("default")).strip('"')
+            yield prefix + name, f"(default: {default}): {text}"
 
 
 def command_line_problem(
@@ -158,6 +193,8 @@ def command_line_problem(
         _unknown_target_problem(goal)
         for goal in targets
         if goal not in (makefile_targets or all_targets())
+        # make help HARDWARE, make help train.epochs
+        and not (targets[0] == "help" and (goal in VARIABLES or find_settings(goal)))
     ]
     if unknown:
         return "; ".join(unknown)
@@ -174,6 +211,20 @@ def command_line_problem(
     return "; ".join(filter(None, problems)) or None
 
 
+def repeated_variable_problem(words: Sequence[str]) -> Optional[str]:
+    """Say which variable stands twice among the words of make, which would keep the last alone;
+    None where none does."""
+    for name in VARIABLES:
+        texts = [word.partition("=")[2] for word in words if word.startswith(name + "=")]
+        if len(texts) > 1:
+            joined = f": {name}='{' '.join(texts)}'" * (VARIABLES[name].kind == "list")
+            return (
+                f"{name}= is given {len(texts)} times, and make keeps the last alone; give it"
+                f" once{joined}"
+            )
+    return None
+
+
 def make_command(target: str) -> str:
     """How a target is called, from the checkout."""
     return f"make -C benchmarks {target}" if target in MAINTENANCE_TARGETS else f"make {target}"
@@ -182,12 +233,13 @@ def make_command(target: str) -> str:
 def _unknown_target_problem(goal: str) -> str:
     if goal in all_targets():  # of the other Makefile
         return f"make {goal}: that target is called as {make_command(goal)}"
-    hint, suggestion = "make help ALL=1 lists them", nearest_name(goal, all_targets())
+    suggestion = nearest_name(goal, all_targets())
+    hint = TARGET_HINTS.get(goal.lower().replace("_", "-"), "make help ALL=1 lists them")
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     elif goal.lower().endswith(DATA_SUFFIXES):
         hint = f"data are named by a run YAML: make new MODEL=owner/name DATA={goal} writes one"
-    elif suggestion is not None:
+    elif suggestion is not None and hint not in TARGET_HINTS.values():
         hint = f"did you mean {make_command(suggestion)}?"
     return f"make {goal}: there is no such target; {hint}"
 
@@ -213,6 +265,12 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
         for variable in VARIABLES
         if any(takes_variable(variable, goal) for goal in targets)
     ]
+    setting = SETTING_SYNONYMS.get(normalize_name(name)) or next(iter(find_settings(name)), None)
+    if setting and not nearest_name(name, usable_names):
+        return (
+            f"{name}= is not a variable of {command_text}, but a setting of the run YAML:"
+            f" SET='{setting}=...'"
+        )
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
@@ -242,7 +300,11 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
 
 
 def _format_variable_commands(name: str) -> str:
-    commands = [make_command(command) for command in VARIABLES[name].commands]
+    commands = VARIABLES[name].commands
     if len(commands) > 7:
-        return f"{', '.join(commands[:6])} and {len(commands) - 6} others"
-    return ", ".join(commands)
+        return f"{_format_all(commands[:6])} and {len(commands) - 6} others"
+    return _format_all(commands)
+
+
+def _format_all(commands: Iterable[str]) -> str:
+    return ", ".join(map(make_command, commands))

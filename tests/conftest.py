@@ -187,7 +187,7 @@ def write_run(folder: Path, model: Path, rows: Path, /, **sections: Mapping[str,
         "model": {"name": str(model), "max_seq_len": 64}, "tuning": {"mode": "lora"},
         "data": {"train_path": str(rows), "val_path": None, "test_path": None},
         "train": {"effective_batch_size": 8, "max_steps": 2, "report_to": []},
-        "output": {"dir": str(folder / "outputs")},
+        "output": {"dir": str(folder / "outputs")}, "eval": {"generate_rows": 0},
     }  # fmt: skip
     for section, changes in sections.items():
         settings[section] = {**settings.get(section, {}), **changes}

@@ -178,7 +178,7 @@ def test_a_run_that_is_stopped_and_resumed_shows_what_its_metrics_file_says(tmp_
         told = {line["step"]: line[key] for line in lines if key in line}
         assert sorted(told) == sorted(curves[tag]) == steps, tag
         assert curves[tag] == pytest.approx(told, rel=1e-5)
-    for split, steps in (("validation", [2, 4]), ("test", [0, 4])):
+    for split, steps in (("validation", [2, 4]), ("test before", [0]), ("test", [4])):
         assert [text.step for text in accumulated(run / "tb" / split).Tensors("answers/text_summary")] == steps
     charts = shown_charts(run / "tb")
     assert {"Loss", "Exact match", "Gradient norm", "Padding share"} <= charts

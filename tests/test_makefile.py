@@ -137,20 +137,6 @@ def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure
     assert set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", readme, re.MULTILINE)) <= set(TARGETS)
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["trian"], "make trian: there is no such target; did you mean make train?"),
-    (["tests"], "make tests: there is no such target; did you mean make test?"),  # a folder that there is
-    (["docs"], "make docs: there is no such target; make help ALL=1 lists them"),
-    # a file that there is: make would train the starter, and find nothing to do for the file
-    (["train", "configs/run_bnb.yaml"], "a run YAML is given as CONFIG=configs/run_bnb.yaml"),
-    (["trian", "CONFIG=my.yaml"], "did you mean make train?"), (["$(shell touch MARK)'"], "there is no such target"),
-])  # fmt: skip
-def test_an_unknown_target_is_refused_before_anything_runs(words, said, fake, copy):
-    result = make(*words, f"VENV={fake.folder}", cwd=copy)
-    assert (result.returncode, fake.starts(), (copy / "MARK").exists()) == (2, [], False)
-    assert said in result.stderr
-
-
 # Dry runs
 def test_a_dry_run_starts_and_builds_nothing(copy, fake):
     before = listing(copy)

@@ -17,12 +17,13 @@ from sft_play.commands import new
 from sft_play.commands.request import Request, read_request
 from sft_play.commands.rows import run_rows as prepare
 from sft_play.config import other_tools
-from sft_play.config.load import config_from_text, load_config
+from sft_play.config.load import config_from_text, load_config, split_overrides
 from sft_play.config.options import find_option
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.data.infer_dataset import _choose_length, infer_dataset
-from sft_play.data.sources.examples import check_first_rows
+from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import find_data_paths
+from sft_play.data.sources.formats import content_digest, digest_share
 from sft_play.diagnose.run_check import check_run
 from sft_play.errors import ConfigError, DataError, ModelError
 from sft_play.launch.planning import plan_run
@@ -94,7 +95,8 @@ def test_rows_fit_their_length_task_and_columns(models, tmp_path, monkeypatch):
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("Once upon a time. " * 2_000)
     config = load_config(written(model=str(models["chat"]), data="texts")).config
-    assert (config.task_mode, config.model.max_seq_len, config.data.columns) == ("cpt", 2048, {})
+    assert (config.task_mode, config.model.max_seq_len, config.data.columns) == ("cpt", 256, {})
+    assert 20 <= 36_000 // (256 * config.train.effective_batch_size) < 40  # a token is a byte
 
 
 def test_a_folder_with_splits_is_read_by_them(tmp_path):
@@ -119,16 +121,32 @@ def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("machine", ["4090", "RTX 3060 laptop"])
-def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("machine", "mode"), [("4090", "lora"), ("RTX 3060 laptop", "qlora")])
+def test_the_mode_is_one_that_fits_the_machine_without_offload(machine, mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(Path("my.jsonl"), [{"prompt": "a", "completion": "b"}])
-    out = written(model="Qwen/Qwen2.5-3B-Instruct", data="my.jsonl", hardware=machine)
-    config, hardware = load_config(out).config, parse_hardware(machine)
-    lora = config.tuning.model_copy(update={"mode": "lora"})
-    fits = plan_run(config.model_copy(update={"tuning": lora}), hardware, include_suggestions=False).fits
-    assert (config.tuning.mode == "lora") is fits
-    assert plan_run(config, hardware, include_suggestions=False).fits
+    config = load_config(written(model="Qwen/Qwen2.5-3B-Instruct", data="my.jsonl", hardware=machine)).config
+    plan = plan_run(config, parse_hardware(machine), include_suggestions=False)
+    assert (config.tuning.mode, plan.fits, plan.choice.offloads) == (mode, True, False)
+
+
+def test_what_new_advises_can_be_typed_and_thirty_of_three_hundred_rows_are_held_out(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("my.jsonl"), ({"a1": f"what is {n}?", "b1": "it is."} for n in range(300)))
+    with pytest.raises(DataError, match="Map yours: ") as refused:
+        written(model=str(models["chat"]), data="my.jsonl")
+    (advice,) = re.findall(r"SET='(.*?)'", str(refused.value))
+    assert "on_bad_row" not in str(refused.value)  # all rows are bad: none would be left
+    words = split_overrides(advice.replace("QUESTION", "a1").replace("ANSWER", "b1") + " train={epochs: 3}")
+    asked = asked_for(model=str(models["chat"]), data="my.jsonl")
+    with pytest.raises(ConfigError, match=r"SET: train\.epoch: unknown key"):
+        new.run_new(replace(asked, overrides=("train.epoch=3",)))
+    new.run_new(replace(asked, overrides=tuple(words)))
+    config = load_config("my.yaml").config
+    assert (config.data.columns, config.train.epochs) == ({"prompt": "a1", "completion": "b1"}, 3)
+    rows = [row for _, row in ExampleReader(Path("my.jsonl"), config.data, split="train").numbered_examples()]
+    held_out = [row for row in rows if digest_share(content_digest(row)) < config.data.val_fraction]
+    assert 30 <= len(held_out) <= 32
 
 
 @pytest.mark.parametrize(("size", "rows", "said"), [
@@ -303,6 +321,12 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
     (["my.yaml"], {"SET": "train.epochs=2,train.seed=1"}, "SET='train.epochs=2 train.seed=1'"),
     (["my.yaml", "train.learning_rate=2e4"], {}, "did you mean 2e-4?"),
     (["my.yaml", "model.name=Qwen2.5-3B-Instruct"], {}, "the hub has it as Qwen/Qwen2.5-3B-"),
+    (["my.yaml"], {"SET": "train.epochs=2, train.seed=1"}, "SET='train.epochs=2 train.seed=1'"),
+    (["my.yaml", "model.name=gpt-4o"], {}, "behind an API"),
+    (["my.yaml", "model.name=llama3.1:8b"], {}, "the hub has such a model as meta-llama/Llama-3.1-8B-Instruct"),
+    (["my.yaml", "model.name=https://huggingface.co/me/it/tree/main"], {}, "the model is named me/it"),
+    (["my.yaml", "model.name=x/Qwen2.5-3B-Instruct-GGUF"], {}, "trains: train Qwen/Qwen2.5-3B-Instruct"),
+    (["my.yaml", "model.name=unsloth/Qwen2.5-3B-bnb-4bit"], {}, "take the unquantised model Qwen/Qwen2.5-3B:"),
     (["my.yaml"], {"BUDGET": "0"}, "a shell reads $20 as $2 and 0: write BUDGET=20"),
     (["my.yaml"], {"BUDGET": "€20"}, "is not an amount of money"),
 ])  # fmt: skip

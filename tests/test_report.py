@@ -253,6 +253,11 @@ def test_last_is_the_run_that_finished_last_else_the_one_that_started_last(tmp_p
             with pytest.raises(RunFolderError, match=r"there is no finished run in .* \(3 unfinished\)"):
                 find_run_folder(tmp_path, "last", must_be_finished=True)
     assert find_run_folder(tmp_path, "c").path == tmp_path / "c"
+    for name in ("tiny-1", "tall", "tall-2"):
+        recorded_run(tmp_path / name)
+    assert [find_run_folder(tmp_path, name).path.name for name in ("tiny", "tall")] == ["tiny-1", "tall"]
+    with pytest.raises(RunFolderError, match="there is no run ta"):
+        find_run_folder(tmp_path, "ta")  # two begin so
     with pytest.raises(RunFolderError, match="there is no run nobody"):
         find_run_folder(tmp_path, "nobody")
 
@@ -262,6 +267,8 @@ def test_make_report_as_it_is_typed(tmp_path, plan_of, command):
     words = ("--config", "configs/run_starter.yaml", f"output.dir={tmp_path}/outputs")
     code, printed = command("report", *words)
     assert (code, printed.startswith("[report] Run first: status finished, ")) == (0, True), printed
+    page = (tmp_path / "outputs" / "first" / "report.html").read_text()
+    assert f"<li>make export RUN={tmp_path}/outputs/first FORMAT=gguf</li>" in page
     code, printed = command("report", *words, "--json", "--out", str(tmp_path / "elsewhere.html"))
     answer = json.loads(printed)
     found = (answer["ok"], answer["status"], answer["charts"], answer["path"])
@@ -333,7 +340,7 @@ def test_data_versions_machine_and_plan_are_compared_too(tmp_path, plan_of):
     other["versions"]["torch"] = "2.14.0"
     other["git"]["commit"] = None
     other["hardware"]["gpus"] = [{"name": "H100"}] * 2
-    one = recorded_run(tmp_path / "a", like=plan_of)
+    one = recorded_run(tmp_path / "a", like=plan_of, summary=SUMMARY)
     two = recorded_run(tmp_path / "b", like=plan_of, manifest=other)
     plan = json.loads((two.path / "plan.json").read_text())
     (two.path / "plan.json").write_text(json.dumps({**plan, "layout": "fsdp", "ranks": 2}))
@@ -342,6 +349,15 @@ def test_data_versions_machine_and_plan_are_compared_too(tmp_path, plan_of):
         "version of torch": ("2.13.0", "2.14.0"), "machine": ("A CPU", "H100, H100"),
         "commit": ("0123456789ab", None),
     }  # fmt: skip
+    # which is better is said where the losses compare
+    lower = recorded_run(tmp_path / "c", like=plan_of, summary={**SUMMARY, "after": {"loss": 0.25}})
+    answer = reports.compare_runs([one, lower])
+    assert answer.lines()[1] == answer.better == "Better: c, by held-out loss: c 0.2500, a 0.5000"
+    assert "of other rows or models (content of train)" in reports.compare_runs([two, lower]).better
+    assert (
+        "no held-out losses that differ"
+        in reports.compare_runs([one, recorded_run(tmp_path / "d", like=plan_of)]).better
+    )
 
 
 def test_runs_are_refused_before_anything_is_written(tmp_path):

@@ -139,6 +139,15 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     assert "ROW= is not used by make process train" in said
 
 
+def test_other_words_name_targets_and_settings_that_there_are():
+    for word, hint in variables.TARGET_HINTS.items():
+        assert word not in variables.all_targets()
+        assert variables.command_line_problem([word], [], []) == f"make {word}: there is no such target; {hint}"
+        target, names = re.findall(r"make ([a-z]+)", hint)[0], re.findall("[A-Z]+(?==)", hint)
+        assert variables.command_line_problem([target], names, []) is None
+    assert set(variables.SETTING_SYNONYMS.values()) <= set(all_options())
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "CONFG=my.yaml"], "did you mean CONFIG=?"),
     (["train-distributed", "WORLD_SIZE=2"], "did you mean NNODES=?"),
@@ -148,6 +157,13 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     (["-C", "benchmarks", "bench-data", "MUTANTS=2"], "MUTANTS= is not used by make bench-data; it belongs to"),
     (["train", "DATA=x"], "it belongs to make eval, make new (the setting: SET='data.train_path=...')"),
     (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),
+    (["tests"], "make tests: there is no such target; did you mean make test?"),  # a folder that there is
+    (["docs"], "make docs: there is no such target; make help ALL=1 lists them"),
+    # a file that there is: make would train the starter, and find nothing to do for the file
+    (["train", "configs/run_bnb.yaml"], "a run YAML is given as CONFIG=configs/run_bnb.yaml"),
+    (["trian", "CONFIG=my.yaml"], "did you mean make train?"), (["$(shell touch ran)'"], "there is no such target"),
+    (["train", "SET=a=1", "SET=b=2"], "make keeps the last alone; give it once: SET='a=1 b=2'"),
+    (["train", "LR=2e-4", "epochs=3"], "but a setting of the run YAML: SET='train.epochs=...'"),
 ])  # fmt: skip
 def test_make_refuses_before_anything_runs(words, message, tmp_path):
     (tmp_path / "bin").mkdir()
@@ -157,7 +173,7 @@ def test_make_refuses_before_anything_runs(words, message, tmp_path):
     answer = make(*words, f"VENV={tmp_path}")
     assert (answer.returncode, message in answer.stderr) == (2, True), answer.stderr
     assert answer.stderr.count("***") == (2 if "-C" in words else 1)  # the outer make says that the inner failed
-    assert not (tmp_path / "ran").exists()
+    assert not [folder for folder in (tmp_path, ROOT) if (folder / "ran").exists()]
 
 
 VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2", "ROW": "2", "STEPS": "2", "PRICE": "2",
@@ -193,6 +209,7 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
     (["plan", "--frobnicate"], "plan has no flag --frobnicate; sft-play plan --help lists its flags"),
     (["train", "--config", ""], "--config is given and empty"),
     (["plan", "--hardware", " "], "--hardware is given and empty"), (["train", "my.yaml"], "--config my.yaml"),
+    (["finetune"], "there is no command finetune; here it is make train"),
     (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
     (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
     (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),

@@ -5,6 +5,7 @@ The recipes are run on CPU ranks with the text that people type; what decides is
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -235,8 +236,8 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
 
 
 @pytest.mark.parametrize(("machine", "nodes"), [("4x8xH100", 4), ("2x8xH100", 2), ("8xH100", 1)])
-def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes):
-    said = succeed("plan", "--config", "configs/run_lora.yaml", "--hardware", machine)
+def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes, tmp_path, monkeypatch):
+    said = succeed("plan", "--config", "configs/run_lora.yaml", "--hardware", machine, "train.epochs=3")
     lines = said.strip().splitlines()
     if nodes == 1:
         assert "Launch: make train-distributed" in lines[-1]
@@ -244,6 +245,14 @@ def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes):
     asked = f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500"
     assert re.search(f"on node 0: make train-distributed CONFIG=configs/run_lora.yaml .*{asked}", lines[-2])
     assert lines[-1].endswith(f"on the others: the same with NODE_RANK=1{' to 3' if nodes == 4 else ''}")
+    job = re.search(r"\(under Slurm: make launch-file (.*)\):", said)
+    assert job is not None
+    for word in shlex.split(job[1]):
+        monkeypatch.setenv(*word.split("=", 1))
+    succeed("launch-file", "--out", str(tmp_path / "x.sbatch"))
+    layout = re.search(r"STRATEGY=(\w+)", job[1])
+    parts = (f"--nodes={nodes}\n", "--gpus-per-node=8\n", f"--strategy {layout and layout[1]}", " train.epochs=3 ")
+    assert [part in (tmp_path / "x.sbatch").read_text() for part in parts] == [True] * 4
 
 
 @pytest.fixture(scope="module")

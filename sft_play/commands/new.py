@@ -9,7 +9,7 @@ from pathlib import Path
 from sft_play.commands.request import CommandResult, Request, requested_hardware
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import format_run_yaml, translate_file
-from sft_play.config.yaml_io import JsonValue, read_text
+from sft_play.config.yaml_io import JsonValue, nest_values, parse_yaml_value, read_text, walk_leaves
 from sft_play.data.checks import missed_column_lines
 from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
@@ -53,9 +53,9 @@ def run_new(request: Request) -> CommandResult:
         )
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
-    head, settings, comments = (
-        _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
-    )
+    user_settings = _read_settings(request)
+    make_yaml = _translate_file if request.from_ else _infer_run_yaml
+    head, settings, comments = make_yaml(request, user_settings)
     text = (
         "\n".join(
             [*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]
@@ -90,8 +90,18 @@ def _default_file_name(request: Request) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', stem).strip('._-') or 'run'}.yaml"
 
 
-def _translate_file(request: Request, file: Path) -> _RunYaml:
-    settings: dict[str, JsonValue] = {}
+# The settings of SET by their dotted paths; an error for those that there are not.
+def _read_settings(request: Request) -> dict[str, JsonValue]:
+    config_from_text("model: {name: any}", name="the run YAML", overrides=request.overrides)
+    words = (word.partition("=") for word in request.overrides)
+    tree = nest_values(
+        {path.strip(): parse_yaml_value(text, name=f"SET {path}") for path, _, text in words}
+    )
+    return {".".join(map(str, path)): value for path, value in walk_leaves(tree) if path}
+
+
+def _translate_file(request: Request, user_settings: Mapping[str, JsonValue]) -> _RunYaml:
+    file, settings = request.from_, dict[str, JsonValue]()
     row_format = ""
     if request.model:
         settings["model.name"] = request.model
@@ -103,6 +113,7 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
             if re.fullmatch(r"data\.(\w+_path|columns|encoding)", path)
         }
         row_format = dataset_info.format
+    settings |= user_settings
     text = read_text(
         file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth"
     )
@@ -116,7 +127,7 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     return [head], result.settings, comments
 
 
-def _infer_run_yaml(request: Request) -> _RunYaml:
+def _infer_run_yaml(request: Request, user_settings: Mapping[str, JsonValue]) -> _RunYaml:
     folder = find_model_folder(request.model)
     model_settings: dict[str, JsonValue] = {"model.name": request.model}
     qlora_config = config_from_text(
@@ -127,16 +138,27 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
         request.data,
         count_tokens=_token_counter(folder),
         max_positions=load_run_model_shape(qlora_config).max_positions,
+        columns={
+            path.removeprefix("data.columns."): value
+            for path, value in user_settings.items()
+            if path.startswith("data.columns.")
+        },
     )
     settings = {**model_settings, **dataset_info.settings}
+    # what was inferred for others than these
+    for prefix, inferred in (("data.val_", "val_fraction"), ("train.", "effective_batch_size")):
+        if any(path.startswith(prefix) for path in user_settings):
+            settings.pop(f"{prefix.partition('.')[0]}.{inferred}", None)
     if dataset_info.is_chat and folder is not None:
         template_files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
         if not template_files and not read_json(folder / "tokenizer_config.json").get(
             "chat_template"
         ):
             settings["data.chat_template"] = "chatml"
-    mode, mode_reason = _select_mode(request, settings)
-    settings["tuning.mode"] = mode
+    settings |= user_settings
+    mode_reason = "as SET says"
+    if "tuning.mode" not in user_settings:
+        settings["tuning.mode"], mode_reason = _select_mode(request, settings)
     return (
         [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"],
         settings,
@@ -144,10 +166,12 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     )
 
 
+# The first mode that fits without offload, else the first that fits; and why.
 def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[str, str]:
     hardware = requested_hardware(request)
     machine_text = request.hardware or "this machine"
     reason = f"nothing fits {machine_text}; make plan shows what would"
+    answers: dict[bool, tuple[str, str]] = {}  # by whether a part of it is in RAM
     for mode in _MODES_BY_PREFERENCE:
         config = config_from_text(
             format_run_yaml({**settings, "tuning.mode": mode}), name="the run YAML"
@@ -160,12 +184,16 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
                     require_capable_machine(config, hardware)
                 except HardwareError as error:
                     notes = [f"but a run here would stop: {error}"]
-                return mode, ", ".join(
-                    [f"{mode} fits {machine_text}", *(one_line(note, limit=400) for note in notes)]
-                )
+                notes.insert(0, f"{mode} fits {machine_text}{plan.choice.ram_text}")
+                answer = mode, ", ".join(one_line(note, limit=400) for note in notes)
+                answers.setdefault(plan.choice.offloads, answer)
         except SftPlayError as error:
             reason = f"no plan was made for {machine_text}: {one_line(str(error))}"
-    return _MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}"
+    return (
+        answers.get(False)
+        or answers.get(True)
+        or (_MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}")
+    )
 
 
 def _token_counter(folder: Path | None) -> CountTokens:

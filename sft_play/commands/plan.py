@@ -81,6 +81,7 @@ def run_plan(request: Request) -> CommandResult:
     if backend is not None and backend.fallback_from:  # another one than was asked for
         backend_lines = [f"Backend: {backend.reason}"]
     budget: BudgetResult | None = None
+    machine_text = request.hardware or ""
     if request.budget is not None:
         if run.stages:
             raise ConfigError(
@@ -89,8 +90,9 @@ def run_plan(request: Request) -> CommandResult:
         budget = make_budget(run.config, request.budget, hardware, layouts=layouts)
     if budget is not None and budget.offers and not request.hardware and request.price is None:
         cheapest = budget.offers[0]  # within the budget or not
+        machine_text = cheapest.machine
         hardware = machine = dataclasses.replace(
-            parse_hardware(cheapest.machine), price_per_gpu_hour=cheapest.usd_per_gpu_hour
+            parse_hardware(machine_text), price_per_gpu_hour=cheapest.usd_per_gpu_hour
         )
     refuse_impossible_strategy(run.config, hardware, strategy)
     parts = _plan_parts(run, hardware, layouts, trace=request.trace, keeps_params=keeps_params)
@@ -115,7 +117,7 @@ def run_plan(request: Request) -> CommandResult:
     if misfit is None and not refusal_texts:
         deepspeed = request.options.deepspeed
         command = launch_line(plan, run, deepspeed.file if deepspeed else None)
-        node_lines = _node_launch_lines(plan, run, command)
+        node_lines = _node_launch_lines(plan, command, machine_text)
     stages = parts if run.stages else []
     data = _plan_json(plan, name, stages, cells, largest, refusal_texts, command)
     lines = _plan_page(
@@ -324,15 +326,19 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = 
     return shlex.join(argv)
 
 
-def _node_launch_lines(plan: Plan, run: LoadedConfig, command: str) -> list[str]:
+def _node_launch_lines(plan: Plan, command: str, machine: str) -> list[str]:
     nodes = plan.hardware.nodes
     if nodes == 1:
         return []
+    # the job has the layout, the settings and the GPUs of each node from the same words
+    words = [
+        word
+        for word in shlex.split(command)[2:]
+        if not word.startswith(("NNODES=", "NODE_RANK=", "MASTER_"))
+    ]
+    job = shlex.join(["make", "launch-file", "FOR=slurm", f"HARDWARE={machine}", *words])
     return [
-        (
-            f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch"
-            f" --nodes={nodes} scripts/train_slurm.sbatch {shlex.quote(str(run.path))}):"
-        ),
+        f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: {job}):",
         f"  on node 0: {command}",
         f"  on the others: the same with NODE_RANK=1{f' to {nodes - 1}' if nodes > 2 else ''}",
     ]

@@ -37,6 +37,7 @@ from sft_play.starter import CONFIG
 from sft_play.variables import (
     DESCRIBING_COMMANDS,
     EXTRA_FLAGS,
+    TARGET_HINTS,
     TRAINING_COMMANDS,
     VARIABLES,
     flag_commands,
@@ -82,7 +83,9 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     parsed, unknown = _build_parser(command_name).parse_known_intermixed_args(list(argv))
     if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
         hint = (
-            did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
+            TARGET_HINTS.get(parsed.command.lower().replace("_", "-"))
+            or did_you_mean(parsed.command, COMMAND_FILES)
+            or f"there are: {', '.join(COMMAND_FILES)}"
         )
         raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")
     _check_flags(parsed, unknown)

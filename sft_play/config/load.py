@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -170,9 +170,10 @@ def split_overrides(text: str) -> list[str]:
     return overrides
 
 
-def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Problem]:
+def apply_overrides(document: YamlDocument, overrides: Sequence[str]) -> list[Problem]:
     """Put each `a.b=value` into the document's data; returns a problem for each that cannot be."""
     problems = []
+    spaced = " ".join(word.rstrip(",") for word in overrides)
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -185,6 +186,8 @@ def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Pr
                 f"{key}={text[: next_setting.start()]} {text[next_setting.start() + 1 :].strip()}"
             )
             message = f"settings stand apart by spaces, not commas: SET='{separated}'"
+        elif text.endswith(",") and key in all_options() and not option_accepts(key, text):
+            message = f"settings stand apart by spaces, not commas: SET='{spaced}'"
         else:
             try:
                 value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")

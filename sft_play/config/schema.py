@@ -872,7 +872,8 @@ class EvalConfig(Section):
 
     generate_rows: int = option(0, owner="training.measure.summary", ge=0)
     """Number of held-out rows for which an answer is generated and compared with what the row
-    trains behind the same prompt (exact match); 0 for none."""
+    trains behind the same prompt (exact match); 0 for none. Where it is left out, three answers are
+    shown before and after training, and no exact match is measured."""
 
     max_new_tokens: int = option(128, owner="training.loop.trainer", ge=1)
     """Maximum length of a generated answer in tokens."""

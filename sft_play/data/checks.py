@@ -16,7 +16,7 @@ from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
 from sft_play.data.sources.files import data_part_split, find_data_paths
 from sft_play.data.sources.messages import known_role_lines
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
+from sft_play.data.sources.raw import FIX_ALL, FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.sources.tables import HUB_PREFIX
 from sft_play.log import one_line
 from sft_play.text import plural
@@ -45,6 +45,7 @@ def judge_rows(stats: RowStats, data: DataConfig, *, task_mode: str) -> Iterator
             stats.bad_rows,
             stats.first_bad_rows,
             data,
+            stats.rows,
             known_role_lines(stats.bad_rows, stats.turns),
         )
     else:
@@ -106,6 +107,7 @@ def _bad_rows_finding(
     bad_rows: Counter[str],
     first_bad: Sequence[BadRow],
     data: DataConfig,
+    rows: int,
     more_lines: Sequence[str] = (),
 ) -> Finding:
     lines = "\n".join([*bad_row_lines(description, bad_rows, first_bad), *more_lines])
@@ -113,7 +115,7 @@ def _bad_rows_finding(
         return warn_finding(
             name, lines, "they are left out (data.on_bad_row=skip); fix them to use them"
         )
-    return fail_finding(name, lines, FIX_OR_SKIP)
+    return fail_finding(name, lines, FIX_ALL if bad_rows.total() == rows else FIX_OR_SKIP)
 
 
 def duplicate_warnings(stats: RowStats) -> Iterator[Finding]:
@@ -163,6 +165,7 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
             stats.unmasked_rows,
             stats.first_unmasked_rows,
             data,
+            stats.rows - stats.bad_rows.total(),
         )
         return
     if not stats.kept_rows:

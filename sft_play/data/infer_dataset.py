@@ -1,18 +1,29 @@
 """What a person's data are, from their first rows: task, columns, held-out share and length for a
 new run YAML."""
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from sft_play.config.schema import DataConfig, Encoding
+from sft_play.config.schema import DataConfig, Encoding, TrainConfig
 from sft_play.config.yaml_io import JsonValue
 from sft_play.data.build.survey import SAMPLE_CHARACTERS, estimate_size
 from sft_play.data.sources.columns import find_rendered_mark, guess_columns
 from sft_play.data.sources.examples import ExampleReader, character_count, example_text
 from sft_play.data.sources.files import AnySource, find_source, list_parts, read_rows
-from sft_play.data.sources.formats import Chat, Example, Text, recognise_format
+from sft_play.data.sources.formats import (
+    Chat,
+    Example,
+    Text,
+    content_digest,
+    digest_share,
+    recognise_format,
+)
 from sft_play.data.sources.raw import BadRow, NotUtf8Error, RawRow, no_usable_rows_error
 from sft_play.data.sources.tables import split_from_name
 from sft_play.errors import DataError
@@ -29,6 +40,10 @@ _LENGTH_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 # the longest row.
 _MAX_FULL_LENGTH = 4096
 _MIN_ROWS_TO_SPLIT, _MAX_HELD_OUT_ROWS = 40, 2_000
+# As many held-out rows tell whether a run is better, and are held out of as many rows, or more.
+_MIN_HELD_OUT_ROWS, _ROWS_FOR_A_VERDICT = 30, 300
+# Optimizer steps that plain text comes to.
+_MIN_STEPS = 20
 
 # The tokens of a text.
 CountTokens = Callable[[str], int]
@@ -52,21 +67,29 @@ def estimate_tokens(text: str) -> int:
 
 
 def infer_dataset(
-    data_path: str, *, count_tokens: CountTokens = estimate_tokens, max_positions: int | None = None
+    data_path: str,
+    *,
+    count_tokens: CountTokens = estimate_tokens,
+    max_positions: int | None = None,
+    columns: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> InferredDataset:
     """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the
-    likely encoding. `max_positions`: the longest row that the model takes. Raises DataError where
-    no row can be used.
+    likely encoding. `max_positions`: the longest row that the model takes; `columns`: the user's
+    `data.columns`. Raises DataError where no row can be used.
     """
+    infer = functools.partial(
+        _infer_with_encoding,
+        data_path,
+        count_tokens=count_tokens,
+        max_positions=max_positions,
+        columns=dict(columns),
+    )
     try:
-        return _infer_with_encoding(data_path, "utf-8", count_tokens, max_positions)
+        return infer("utf-8")
     except NotUtf8Error as error:
         if error.encoding is None:
             raise
-        dataset, encoding = (
-            _infer_with_encoding(data_path, error.encoding, count_tokens, max_positions),
-            error.encoding,
-        )
+        dataset, encoding = infer(error.encoding), error.encoding
     return replace(
         dataset,
         settings={**dataset.settings, "data.encoding": encoding},
@@ -76,11 +99,15 @@ def infer_dataset(
 
 
 def _infer_with_encoding(
-    data_path: str, encoding: Encoding, count_tokens: CountTokens, max_positions: int | None
+    data_path: str,
+    encoding: Encoding,
+    *,
+    count_tokens: CountTokens,
+    max_positions: int | None,
+    columns: dict[str, Any],
 ) -> InferredDataset:
     paths, source, is_text = _find_sources(data_path, encoding)
-    columns: dict[str, str] = {}
-    if not is_text:
+    if not is_text and not columns:
         rows = itertools.islice(read_rows(source, split="train"), MAX_SAMPLED_ROWS)
         first_row = next((row for row in rows if isinstance(row, RawRow)), None)
         if first_row is not None and recognise_format(first_row.data) is None:
@@ -120,12 +147,15 @@ def _infer_with_encoding(
     for index, example in enumerate(examples):
         if isinstance(example, Chat):
             row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
+    default_batch = batch = TrainConfig().effective_batch_size
     if is_cpt:
-        # a block of plain text: 2,048, or less where the text would fill fewer than eight
-        length = next(
-            (length for length in (2048, 1024, 512, 256, 128) if 8 * length <= sum(row_tokens)), 64
-        )
         task, description = "cpt", f"{row_count:,} text{'s' * (row_count > 1)}"
+        length, batch = _choose_blocks(sum(row_tokens), batch)
+        if batch < default_batch:
+            description += (
+                f" of about {sum(row_tokens):,} tokens: short blocks and small batches make"
+                f" {sum(row_tokens) // (length * batch)} steps"
+            )
     else:
         length = _choose_length(row_tokens)
         description = f"{row_count:,} row{'s' * (row_count > 1)} ({reader.format})"
@@ -139,14 +169,20 @@ def _infer_with_encoding(
     settings: dict[str, JsonValue] = {"model.max_seq_len": length, "task_mode": task, **paths}
     if columns:
         settings["data.columns"] = dict(columns)
+    if batch != default_batch:
+        settings["train.effective_batch_size"] = batch
     if "data.val_path" not in paths:
         # of one document its end is held out, and there are blocks to hold out
         rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
-        settings["data.val_fraction"] = 0.0
+        share = 0.0
         if rows_to_split >= _MIN_ROWS_TO_SPLIT:
-            settings["data.val_fraction"] = min(
-                0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001)
-            )
+            share = min(0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001))
+        if not is_cpt and len(examples) >= _ROWS_FOR_A_VERDICT:
+            # the share that a row's content draws decides whether it is held out
+            shares = sorted(digest_share(content_digest(example)) for example in examples)
+            least_share = math.ceil(shares[_MIN_HELD_OUT_ROWS - 1] * 1000 + 1e-6) / 1000
+            share = max(share, least_share)
+        settings["data.val_fraction"] = share
     return InferredDataset(
         settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format
     )
@@ -175,6 +211,15 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
         for part in parts
     )
     return {"data.train_path": data_path}, source, is_text
+
+
+# The length of blocks of plain text, and the blocks of a step: 2,048 and `batch`, or down to an
+# eighth of it where the text would fill fewer than eight blocks, or _MIN_STEPS steps.
+def _choose_blocks(tokens: int, batch: int) -> tuple[int, int]:
+    lengths = [length for length in (2048, 1024, 512, 256, 128) if 8 * length <= tokens] or [64]
+    choices = itertools.product(lengths, [batch, batch // 2, batch // 4, batch // 8])
+    enough = (choice for choice in choices if _MIN_STEPS * math.prod(choice) <= tokens)
+    return next(enough, (lengths[-1], batch // 8))
 
 
 def _choose_length(tokens: Sequence[int]) -> int:

@@ -269,6 +269,23 @@ def _gpu_lines(gpus: Sequence[GpuStatus], source: str | None) -> list[str]:
 # --- a machine that is only named (HARDWARE=); nothing is measured --------------------------------
 
 
+# What is shown of a named machine: label, key, unit and its size (None: as it is).
+_ASSUMED_FACTS: tuple[tuple[str, str, str, float | None], ...] = (
+    ("Each GPU", "name", "", None),
+    ("  memory", "total_bytes", "GiB", GIB),
+    ("  memory bandwidth", "bandwidth", "GB/s", 1e9),
+    *((f"  {name}", f"{name}_flops", "TFLOPS", 1e12) for name in ("bf16", "fp16", "fp8", "fp32")),
+    ("  compute capability", "cc", "", None),
+    ("  power", "tdp_watts", "W", 1),
+    ("A plan uses at most", "budget_bytes", "GiB of each", GIB),
+    ("Between GPUs, each way", "link_bytes_per_s", "GB/s", 1e9),
+    ("Nodes", "nodes", "", 1),
+    ("Between nodes, each way", "network_bytes_per_s", "GB/s of a node", 1e9),
+    ("RAM of a node", "ram_bytes", "GiB", GIB),
+    ("Price of a GPU-hour", "price_per_gpu_hour", "", 1),
+)
+
+
 def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any], list[str]]:
     """Say what a plan assumes of the machine that `text` names; returns JSON and lines. In the
     JSON sizes are bytes, rates are per second, and null is not known; the lines have the unit that
@@ -286,25 +303,18 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
         ),
         f"Number of GPUs: {len(hardware.gpus)}",
     ]
-    units = {
-        "bytes_per_s": ("GB/s", 1e9),
-        "bandwidth": ("GB/s", 1e9),
-        "flops": ("TFLOPS", 1e12),
-        "bytes": ("GiB", GIB),
-    }
-    machine_facts = {key: value for key, value in data.items() if key != "gpus"}
-    for header, facts in (
-        *(("Each GPU:", gpu) for gpu in data["gpus"][:1]),
-        ("Machine:", machine_facts),
-    ):
-        lines.append(header)
-        for key, value in facts.items():
-            text_value = value_or_na(value)
-            for suffix, (unit, size) in units.items():
-                if key.endswith(suffix) and value is not None:
-                    text_value = f"{value / size:,.4g} {unit}"
-            if value not in (None, ()):
-                lines.append(f"  {key}: {text_value}")
+    facts = {**data, **(data["gpus"][0] if data["gpus"] else {})}
+    facts["cc"] = ".".join(map(str, facts.get("capability") or ())) or None
+    if not hardware.ram_given:  # what stands there is this machine's
+        facts["ram_bytes"] = None
+        facts["budget_bytes"] = data["budget_bytes"] if hardware.gpus else None
+        lines.append("RAM of a node: not given (ram=512GiB names it)")
+    for label, key, unit, size in _ASSUMED_FACTS:
+        value = facts.get(key)
+        if value is not None:
+            text_value = f"{value / size:,.4g} {unit}".strip() if size else value_or_na(value)
+            lines.append(f"{label}: {text_value}")
+    lines += hardware.notes
     return data, [escape_control(line) for line in lines]
 
 

@@ -29,7 +29,14 @@ from sft_play.errors import ConfigError, SftPlayError
 from sft_play.finished.listing import RunStatus, find_best_checkpoint, run_status
 from sft_play.finished.run import next_command_line, translate_write_errors
 from sft_play.log import escape_control, one_line, redact, secret_values
-from sft_play.runs.folder import RunFolder, read_json, read_metric_lines, read_summary, write_text
+from sft_play.runs.folder import (
+    RunFolder,
+    next_run_commands,
+    read_json,
+    read_metric_lines,
+    read_summary,
+    write_text,
+)
 from sft_play.text import GIB, build_table, format_duration, format_size, render_lines
 
 logger = logging.getLogger(__name__)
@@ -586,6 +593,11 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
         )
         for part in record.parts
     ]
+    next_items, config_path = list[str](), record.manifest.get("config_path")
+    if record.status == "finished" and config_path:
+        next_items = next_run_commands(
+            record.folder, config_path, on_gpu=record.parts[-1].is_on_gpu
+        )
     return [
         ReportSection("How it ended", items=[str(error)] if error else []),
         ReportSection("Warnings", items=warnings),
@@ -594,6 +606,7 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
             "Predicted and measured", tables=[table for table in comparisons if table.rows]
         ),
         ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
+        ReportSection("What next", items=next_items),
         _run_section(record),
     ]
 
@@ -745,9 +758,25 @@ class Comparison(Answer):
         return {
             "ok": True,
             "path": str(self.path),
+            "better": self.better,
             "runs": runs,
             "differing": {key: list(values) for key, values in self.differences.items()},
         }
+
+    @property
+    def better(self) -> str:
+        """Which run has the lowest held-out loss, or why that is not known, in words."""
+        losses = self.results.get("loss_after", (None,))
+        causes = ("content of ", "data.", "model.")
+        other_rows = ", ".join(key for key in self.differences if key.startswith(causes))
+        if None in losses or other_rows or len(set(losses)) == 1:
+            return "Which is better is not known: " + (
+                f"the losses are of other rows or models ({other_rows})" * bool(other_rows)
+                or "there are no held-out losses that differ"
+            )
+        by_loss = sorted(zip(losses, self.names, strict=True))
+        text = ", ".join(f"{name} {loss:.4f}" for loss, name in by_loss)
+        return f"Better: {by_loss[0][1]}, by held-out loss: {text}"
 
     @property
     def difference_rows(self) -> list[tuple[str, ...]]:
@@ -771,7 +800,10 @@ class Comparison(Answer):
 
     def lines(self) -> list[str]:
         columns = [one_line(name, limit=28) for name in self.names]
-        lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
+        lines = [
+            f"Compared: {len(self.names)} runs; {len(self.differences)} differences",
+            self.better,
+        ]
         if self.differences:
             table = build_table(
                 ["differs", *columns], self.difference_rows, text_columns=range(len(columns) + 1)
@@ -817,7 +849,7 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
             name,
             record.status,
             str((record.settings.get("model") or {}).get("name", "")),
-            str(record.manifest.get("started", "")),
+            str(record.manifest.get("started", ""))[:16].replace("T", " "),
         )
         for name, record in zip(names, records, strict=True)
     ]
@@ -826,7 +858,8 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
         "Results": ReportTable(("", *names), comparison.result_rows),
         "What differs": ReportTable(("", *names), comparison.difference_rows, has_numbers=False),
     }
-    sections = [
+    sections = [ReportSection("Which is better", items=[comparison.better])]
+    sections += [
         ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows
     ]
     sections.append(ReportSection("Curves", charts=comparison_charts(names, records)))

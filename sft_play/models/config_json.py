@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -42,7 +43,7 @@ from sft_play.models.shape import (
     StackedExpertWeight,
 )
 from sft_play.process.waiting import report_wait
-from sft_play.spelling import did_you_mean
+from sft_play.spelling import did_you_mean, nearest_name
 from sft_play.starter import BASE, BASE_NAME
 
 # From a config.json to a decoder's shape: its blocks by kind, as its model type's class lays them
@@ -287,6 +288,10 @@ class _ShapeBuilder:
 ConfigJson = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 3.0
+_QUANTISED_SUFFIX = re.compile(
+    r"[-_.](unsloth-)?(bnb-4bit|4bit|8bit|int[48]|gptq|awq|fp8|mlx).*$", re.IGNORECASE
+)
+_NAME_HINTS_FILE = Path(__file__).with_name("name_hints.json")
 # A hub that did not answer is not asked again for so long: one command asks several times.
 _RETRY_AFTER_S = 60.0
 # When a hub last did not answer.
@@ -354,8 +359,7 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
         raise ModelError(
             f"the weights of {one_line(name)} are already quantised"
-            f" ({one_line(method)}{', 8 bits' * is_8bit}); take the unquantised model:"
-            " tuning.mode=qlora quantises it while loading"
+            f" ({one_line(method)}{', 8 bits' * is_8bit}); {_unquantised_remedy(name)}"
         )
 
 
@@ -390,6 +394,32 @@ _GGUF_DESCRIPTION = (
     " from, as a hub id or a folder with config.json and safetensors (make export FORMAT=gguf makes"
     " a GGUF of what was trained)"
 )
+
+
+def explain_model_name(name: str) -> str:
+    """What a name means that is no model of the hub to train: an address, a model behind an API, a
+    name of Ollama's, a quantised copy; empty for others."""
+    for pattern, text in json.loads(_NAME_HINTS_FILE.read_text(encoding="utf-8")):
+        if match := re.fullmatch(pattern, name, re.IGNORECASE):
+            stem = match[1].replace(":", "-")
+            known = _find_known_name(f"{stem}-Instruct", stem)
+            return str(text.format(stem=stem, meant=known or "owner/name"))
+    return ""
+
+
+# The known model whose name without its owner is nearest to one of these.
+def _find_known_name(*stems: str) -> str | None:
+    names = {known.rpartition("/")[2]: known for known in KNOWN_MODELS}
+    return names.get(next(filter(None, (nearest_name(stem, names) for stem in stems)), ""))
+
+
+# What to train in place of a quantised copy.
+def _unquantised_remedy(name: str) -> str:
+    known = _find_known_name(_QUANTISED_SUFFIX.sub("", name.rpartition("/")[2]))
+    return (
+        f"take the unquantised model{f' {known}' if known else ''}: tuning.mode=qlora quantises it"
+        " while loading"
+    )
 
 
 def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
@@ -429,6 +459,8 @@ def find_model_folder(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(path):  # noqa: PTH112
         return path
+    if meaning := explain_model_name(name):
+        raise ModelError(f"model {one_line(name)} is {one_line(meaning, limit=300)}")
     # a hub id is owner/name or a bare name: anything else can only be a path
     begins_here = len(path.parts) > 1 and os.path.exists(path.parts[0])  # noqa: PTH110
     is_path = (
@@ -499,6 +531,8 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     no_config_reason = "has no config.json on the hub: it is not a transformers model"
     if "gguf" in name.lower():
         no_config_reason = f"is {_GGUF_DESCRIPTION}"
+    quantised_hint = f"it is quantised: {_unquantised_remedy(name)}"
+    hint = did_you_mean(name, KNOWN_MODELS) or "connect, or give a local folder"
     reasons: dict[type[Exception], str] = {
         errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
         errors.GatedRepoError: (
@@ -506,8 +540,7 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         ),
         errors.LocalEntryNotFoundError: (
             f"is not a folder here (looked from {Path.cwd()}), is not in the local cache, and the"
-            " hub cannot be reached;"
-            f" {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}"
+            f" hub cannot be reached; {quantised_hint if _QUANTISED_SUFFIX.search(name) else hint}"
         ),
         errors.RepositoryNotFoundError: (
             "is not on the hub (or it is private: `hf auth login`); check the spelling, or "

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
+from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.models.shape import ModelShape
@@ -457,6 +458,8 @@ MODE_NAMES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
 # are most of it.
 FEW_STEPS = 20
 LONG_CPU_RUN_S = 3600.0
+# How a note of the machine goes on where a GPU's name has several entries (`machine/hardware.py`).
+_SEVERAL_ENTRIES = "; the catalogue also has"
 
 
 def plan_summary_lines(
@@ -467,6 +470,11 @@ def plan_summary_lines(
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace(
         "does NOT fit", "DOES NOT FIT", 1
+    )
+    verdict = verdict.replace(
+        f" per {plan.choice.device_word}",
+        f" per {plan.choice.device_word}, margin included",
+        plan.fits,
     )
     if plan.fits and not start_lines:
         verdict = (
@@ -480,7 +488,12 @@ def plan_summary_lines(
         machine += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
     elif hardware.ranks > 1:
         machine += f", {hardware.ranks} processes"
-    machine += " (assumed)" * hardware.named
+    others = [note.partition(_SEVERAL_ENTRIES)[2] for note in hardware.notes]
+    if any(others):
+        laptops = find_catalog_entries(f"{hardware.gpus[0].name} laptop")
+        others += [f", {entry.name}" for entry in laptops]
+        others.insert(0, "; also")
+    machine += f" (assumed{''.join(others)})" * hardware.named
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
@@ -494,12 +507,24 @@ def plan_summary_lines(
             f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak"
             f" {plan.memory.peak_text}"
         ),
-        f"{batch_text}; {format_run_length(plan)}",
+        f"{batch_text}; {_format_pace(plan, config)}",
         _format_data(plan, config, is_local=has_local_data),
         *(f"Warning: {warning}" for warning in plan_warnings(plan, config)),
         *start_lines[:-1],
         "    ".join([*start_lines[-1:], "Why, and what else was compared: make plan ... WHY=1"]),
     ]
+
+
+# The learning rate, tokens per second, the run's length, and the weights that are loaded before.
+def _format_pace(plan: Plan, config: RunConfig) -> str:
+    weights = 2 * plan.model_params  # in 16 bits, as most are published
+    is_long = plan.hours is not None and weights >= GIB
+    loading_note = f", beside loading some {weights / GIB:.0f} GiB of weights" * is_long
+    speed_text = f"about {plan.speed.tokens_per_s:,.0f} tokens/s; " * plan.speed_known
+    return (
+        f"learning rate {config.learning_rate:g}; {speed_text}{format_run_length(plan)}"
+        f"{loading_note}"
+    )
 
 
 def fit_line(plan: Plan, config: RunConfig) -> str:

@@ -40,6 +40,7 @@ from sft_play.files import ROOT, atomic, relative_to_cwd
 from sft_play.log import one_line, redact, secret_values
 from sft_play.machine.host import nearest_disk_space
 from sft_play.machine.software import installed_version
+from sft_play.starter import CONFIG
 from sft_play.text import format_size
 
 # --- files: read, written redacted, aside and renamed ---------------------------------------------
@@ -290,6 +291,16 @@ CRASH_ENTRY = "died"
 RESTARTS_ENTRY = "restarts"
 # Entries of the manifest that a resumed run writes anew.
 END_ENTRIES = ("error", "ended", CRASH_ENTRY)
+
+
+def next_run_commands(folder: "RunFolder", config_path: str | Path, *, on_gpu: bool) -> list[str]:
+    """The commands that come after a run: one's own data after the starter, else what judges the
+    run and ships it."""
+    if Path(config_path).name == Path(CONFIG).name:
+        # at most what a run here takes
+        return [f"make new MODEL=Qwen/Qwen2.5-{'3' if on_gpu else '0.5'}B-Instruct DATA=my.jsonl"]
+    run = f"RUN={folder.whole_run.shell_path}"
+    return [f"make eval {run}", f"make ship {run}", f"make export {run} FORMAT=gguf"]
 
 
 @dataclass(frozen=True)

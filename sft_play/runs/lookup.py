@@ -295,12 +295,18 @@ def open_run(output_root: Path, name: str) -> RunFolder:
 
 
 def resolve_run(output_root: Path, name_or_path: str) -> RunFolder:
-    """Resolve RUN: the name of a run in an output folder, or its own path; raises RunFolderError
-    where there is none, or it is not one of ours."""
+    """Resolve RUN: the name of a run in an output folder, or the beginning that only one has, or
+    its own path; raises RunFolderError where there is none, or it is not one of ours."""
     path = Path(name_or_path).expanduser()
     if path.name != name_or_path or (path / MANIFEST_FILE).is_file():
         return open_run(path.parent, path.name)
-    return open_run(output_root, check_run_name(name_or_path, key="RUN"))
+    name = check_run_name(name_or_path, key="RUN")
+    # a name that was not written to its end, of the only run that begins so
+    begun = [run for run in iter_runs(output_root) if run.path.name.startswith(name)]
+    if len(begun) == 1 and not (output_root / name).exists():
+        logger.info("RUN=%s is %s", name, begun[0].path.name)
+        return begun[0]
+    return open_run(output_root, name)
 
 
 def iter_runs(output_root: Path, *, include_replaced: bool = False) -> Iterator[RunFolder]:

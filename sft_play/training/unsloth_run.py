@@ -48,6 +48,7 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import build_run_trainer, training_arguments
 from sft_play.training.measure.exact_match import (
+    GeneratedAnswer,
     Question,
     collect_stop_ids,
     configured_eos_token_ids,
@@ -187,6 +188,7 @@ def _write_handover(
         "held_out": eval_set.name,
         "asked": list(map(asdict, eval_set.questions)),
         "asked_while_training": list(map(asdict, eval_set.training_questions)),
+        "asked_as_samples": list(map(asdict, eval_set.samples)),
         "stop_ids": list(stop_ids),
         # a folder, or a name on the hub
         "model_path": str(folder.absolute()) if folder is not None else config.model.name,
@@ -352,12 +354,14 @@ def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
 
 
 def _build_eval_set(handover: Handover, _: RunJob, prepared: Prepared) -> EvalSet:
-    questions, training_questions = (
+    questions, training_questions, samples = (
         [Question(**fields) for fields in handover[name]]
-        for name in ("asked", "asked_while_training")
+        for name in ("asked", "asked_while_training", "asked_as_samples")
     )
     name = handover["held_out"]
-    return EvalSet(getattr(prepared.splits, name), name, questions, training_questions)
+    return EvalSet(
+        getattr(prepared.splits, name), name, questions, training_questions, tuple(samples)
+    )
 
 
 class UnslothLoop(PlannedLoop):
@@ -370,15 +374,13 @@ class UnslothLoop(PlannedLoop):
             options["num_items_in_batch"] = None
         return super().compute_loss(model, inputs, *args, **options)
 
-    def _measure_exact_match(
-        self, questions: Sequence[Question], *, prefix: str
-    ) -> dict[str, float]:
+    def _generate_answers(self, questions: Sequence[Question]) -> list[GeneratedAnswer]:
         from unsloth import FastLanguageModel
 
         model = self.accelerator.unwrap_model(self.model)
         FastLanguageModel.for_inference(model)
         try:
-            return super()._measure_exact_match(questions, prefix=prefix)
+            return super()._generate_answers(questions)
         finally:
             FastLanguageModel.for_training(model)
 

@@ -70,7 +70,7 @@ def unknown_format_hint(row: Mapping[str, Any]) -> str:
     if columns:
         return f"Map them: {columns_setting(columns)}"
     example = columns_setting({"prompt": "QUESTION", "completion": "ANSWER"})
-    return f"Map yours: {example}, with your columns in the place of QUESTION and ANSWER"
+    return f"Map yours: SET='{example}', with your columns in the place of QUESTION and ANSWER"
 
 
 # The column that has a word of this kind for its name, else all with one among others

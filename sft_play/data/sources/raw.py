@@ -395,6 +395,7 @@ def guess_encoding(sample: bytes) -> Encoding | None:
 # Bad rows of a source that are listed; the others are counted.
 LISTED_BAD_ROWS = 20
 FIX_OR_SKIP = "fix them, or leave them out, counted, with data.on_bad_row=skip"
+FIX_ALL = "fix them: none of these rows can be used"
 
 
 def bad_row_lines(rows_text: str, counts: Counter[str], examples: Sequence[BadRow]) -> list[str]:
@@ -411,4 +412,4 @@ def bad_row_lines(rows_text: str, counts: Counter[str], examples: Sequence[BadRo
 def no_usable_rows_error(rows_text: str, rows: Sequence[BadRow]) -> DataError:
     """The error where none of a file's first rows can be used."""
     counts = Counter(row.reason for row in rows)
-    return DataError("\n".join([*bad_row_lines(rows_text, counts, rows[:3]), FIX_OR_SKIP]))
+    return DataError("\n".join([*bad_row_lines(rows_text, counts, rows[:3]), FIX_ALL]))

@@ -62,7 +62,7 @@ from sft_play.finished.run import (
     staged_folder,
 )
 from sft_play.runs.folder import read_json, write_json
-from sft_play.text import format_gib
+from sft_play.text import format_duration, format_size
 from sft_play.training.checkpoints.model_saving import open_tensors, weight_files
 from sft_play.training.prepare.library_messages import quiet_libraries
 
@@ -96,9 +96,7 @@ class ExportResult(Answer):
             lines.append(
                 f"Tokenizer: its ids of {self.prompts_checked} prompts are those of training"
             )
-        facts = filter(
-            None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"]
-        )
+        facts = filter(None, [self.quant, format_size(self.bytes), format_duration(self.wall_s)])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
         next_line = next_command_line("push", "REPO=user/name", RUN=self.run)

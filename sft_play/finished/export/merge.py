@@ -58,7 +58,7 @@ from sft_play.models.families import dequantised_config
 from sft_play.planner.memory.estimate import MAX_WEIGHTS_FILE_BYTES
 from sft_play.runs.folder import read_json, read_summary, write_json
 from sft_play.runs.lookup import lock_run
-from sft_play.text import format_gib
+from sft_play.text import format_duration, format_size
 from sft_play.training.checkpoints.card import CardFacts, WeightsKind, write_card
 from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.full_state_dict import (
@@ -563,8 +563,8 @@ class MergeResult(Answer):
         return [
             *lines,
             (
-                f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB,"
-                f" {self.wall_s:.0f} s)"
+                f"Written to: {self.path} ({self.dtype}, {format_size(self.bytes)},"
+                f" {format_duration(self.wall_s)})"
             ),
             next_command_line("merge-test", **variables),
         ]

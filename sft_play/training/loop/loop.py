@@ -209,9 +209,18 @@ class EvaluatedLoop(CheckpointedLoop):
             logger.info("Validation at step %d: %s", self.state.global_step, figures)
         return metrics
 
-    def _measure_exact_match(
-        self, questions: Sequence[Question], *, prefix: str
-    ) -> dict[str, float]:
+    def answer_samples(self, questions: Sequence[Question]) -> list[GeneratedAnswer]:
+        """Answer some questions for a person to read; no figure is made of them."""
+        if not questions:
+            return []
+        with (
+            torch.random.fork_rng(distributed.rng_devices()),
+            self.plain_blocks(),
+            attention_functions.without_cudnn(),
+        ):
+            return self._generate_answers(questions)
+
+    def _generate_answers(self, questions: Sequence[Question]) -> list[GeneratedAnswer]:
         with (
             attention_functions.full_rows_attention(self.model),
             self._monitor.peaks.during("generation"),
@@ -219,19 +228,26 @@ class EvaluatedLoop(CheckpointedLoop):
                 "Generating answers", unit="answers", count_total=lambda: len(questions)
             ) as progress,
         ):
-            self.last_answers = generate_answers(
-                self.model,
-                self.processing_class,
-                questions,
-                stop_ids=self._stop_ids,
-                max_new_tokens=self._max_new_tokens,
-                max_tokens=self.plan.answer_tokens,
-                try_batch=self.step_memory.try_batch,
-                on_batch_end=progress.add,
-                on_batch_start=lambda: self.heartbeat.note(
-                    self.state.global_step, "generating answers"
-                ),
+            return list(
+                generate_answers(
+                    self.model,
+                    self.processing_class,
+                    questions,
+                    stop_ids=self._stop_ids,
+                    max_new_tokens=self._max_new_tokens,
+                    max_tokens=self.plan.answer_tokens,
+                    try_batch=self.step_memory.try_batch,
+                    on_batch_end=progress.add,
+                    on_batch_start=lambda: self.heartbeat.note(
+                        self.state.global_step, "generating answers"
+                    ),
+                )
             )
+
+    def _measure_exact_match(
+        self, questions: Sequence[Question], *, prefix: str
+    ) -> dict[str, float]:
+        self.last_answers = self._generate_answers(questions)
         metrics = {
             f"{prefix}_exact_match": (
                 sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers)

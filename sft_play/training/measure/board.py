@@ -151,7 +151,7 @@ class TensorBoardWriter(TrainerCallback):
             if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
                 continue
             self._steps[tag] = step
-            writer = self._get_writer(tag)
+            writer = self._get_writer(tag, step)
             writer.add_scalar(tag, value, step)
             if tag.endswith("/exact_match") and (answers := list(self._answers())[:5]):
                 writer.add_text("answers", format_answers(answers), step)
@@ -175,10 +175,13 @@ class TensorBoardWriter(TrainerCallback):
             writer.close()
         self._writers.clear()
 
-    def _get_writer(self, tag: str) -> Any:
+    def _get_writer(self, tag: str, step: int | None = None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
+        if tag.startswith("test/") and step == 0:
+            # measured twice: a curve of two points would be a line over steps that nobody measured
+            name = f"{name} before"
         if name not in self._writers:
             self._writers[name] = SummaryWriter(
                 log_dir=str(self._folder.tensorboard_path / name), purge_step=self._purge_step

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,12 @@ from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.planner import calibration
 from sft_play.planner.plan import Plan
-from sft_play.runs.folder import free_disk_bytes, read_evaluations, require_disk_space
-from sft_play.starter import CONFIG
+from sft_play.runs.folder import (
+    free_disk_bytes,
+    next_run_commands,
+    read_evaluations,
+    require_disk_space,
+)
 from sft_play.text import GIB, format_duration
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import full_state_dict
@@ -57,6 +60,8 @@ class EvalSet:
     name: str
     questions: list[Question]
     training_questions: list[Question]
+    # Asked before and after training for a person to read, where no exact match is measured.
+    samples: tuple[Question, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -103,11 +108,28 @@ def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
     """The test rows where there are some, else the validation rows, with their questions."""
     splits = prepared.splits
     validation_questions = _held_out_questions(job, prepared, splits.val)
-    if splits.test is None:
-        return EvalSet(splits.val, "val", validation_questions, validation_questions)
-    return EvalSet(
-        splits.test, "test", _held_out_questions(job, prepared, splits.test), validation_questions
+    name, split, questions = "val", splits.val, validation_questions
+    if splits.test is not None:
+        name, split = "test", splits.test
+        questions = _held_out_questions(job, prepared, splits.test)
+    samples = _sample_questions(job, prepared, split)
+    return EvalSet(split, name, questions, validation_questions, samples)
+
+
+# Three questions of the held-out rows, where eval.generate_rows was left open; none where each
+# token of an answer would fetch the weights from RAM.
+def _sample_questions(
+    job: RunJob, prepared: Prepared, split: DataSplit | None
+) -> tuple[Question, ...]:
+    is_open = "generate_rows" not in job.loaded.config.eval.model_fields_set
+    if split is None or not is_open or job.plan.choice.layout.offloads_params:
+        return ()
+    # some rows may have no answer that can be asked for
+    questions = select_questions(
+        split, prepared.renderer, prepared.tokenizer.tokenizer, max_questions=4 * _SHOWN_SAMPLES
     )
+    count = min(_SHOWN_SAMPLES, len(questions))
+    return tuple(questions[index * len(questions) // count] for index in range(count))
 
 
 def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None) -> list[Question]:
@@ -144,7 +166,9 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
         loss=metrics[f"{prefix}_loss"],
         exact_match=metrics.get(f"{prefix}_exact_match"),
         rows=len(split.rows),
-        answers=tuple(trainer.last_answers) if eval_questions else (),
+        answers=tuple(
+            trainer.last_answers if eval_questions else trainer.answer_samples(eval_set.samples)
+        ),
         generated_rows=len(trainer.last_answers) if eval_questions else 0,
     )
 
@@ -247,6 +271,8 @@ MIN_FITTED_PASSES = 5
 
 # Questions whose answers are kept in the summary, and the longest text of each.
 MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
+# Of them a terminal shows, and an own run asks.
+_SHOWN_SAMPLES = 3
 
 
 def build_summary(
@@ -326,7 +352,7 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
         lines.append(
             f"Held-out {name} ({summary['split']}, {rows} rows): {before} before, {after} after"
         )
-    for sample in summary["samples"][:3]:
+    for sample in summary["samples"][:_SHOWN_SAMPLES]:
         verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
         lines.append(f"Asked: {one_line(sample['asked'])}")
         if sample["before"] is not None:
@@ -338,7 +364,12 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
         return lines
     if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
-    return [*lines, f"Talk to it: make chat RUN={job.folder.shell_path}", *_next_step_lines(job)]
+    commands = next_run_commands(job.folder, job.loaded.path, on_gpu=bool(job.plan.hardware.gpus))
+    return [
+        *lines,
+        f"Talk to it: make chat RUN={job.folder.shell_path}",
+        f"Try next: {', '.join(commands)}",
+    ]
 
 
 def sample_answers(
@@ -378,17 +409,6 @@ def format_peak(peak: Mapping[str, Any]) -> str:
         f"Peak memory {scope}, in {peak['moment']}: {predicted / GIB:.2f} GiB predicted,"
         f" {measured / GIB:.2f} GiB measured"
     )
-
-
-def _next_step_lines(job: RunJob) -> list[str]:
-    if Path(job.loaded.path).name != Path(CONFIG).name:
-        return []
-    # at most CPU_PARAMS
-    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
-    return [
-        f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own'
-        " data)"
-    ]
 
 
 def finish_run(

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,12 +231,20 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
             effective_batch,
         )
     row = one_line(format_row(splits.train.first_row(), tokenizer.tokenizer), limit=2_000)
-    # a long prompt would leave no place for what is trained
-    start = max(0, row.find("[[") - _SHOWN_CHARACTERS // 3) if len(row) > _SHOWN_CHARACTERS else 0
-    line = one_line(f"{'…' if start else ''}{row[start:]}", limit=_SHOWN_CHARACTERS)
+    line = shorten_row(row)
     if line != row:
         logger.debug("First training row, whole: %s", row)
     logger.info("First training row, trained part in [[ ]]: %s", line)
+
+
+def shorten_row(row: str) -> str:
+    """A row with its trained part in [[ ]] as a terminal shows it: from a little before that part,
+    where a long prompt would leave no place for it, and from the beginning of a word or token."""
+    trained = row.find("[[")
+    start = max(0, trained - _SHOWN_CHARACTERS // 3) if len(row) > _SHOWN_CHARACTERS else 0
+    if start and (boundary := re.search(r"\s|<", row[start:trained])):
+        start += boundary.start()
+    return one_line(f"{'…' if start else ''}{row[start:]}", limit=_SHOWN_CHARACTERS)
 
 
 def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]) -> dict[str, Any]:
