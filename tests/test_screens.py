@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.load import config_from_text, load_config, split_overrides
+from sft_play.config.load import config_from_text
 from sft_play.launch.planning import require_usable_hardware
 from sft_play.log import set_up_logging
 from sft_play.machine.hardware import parse_hardware
@@ -270,12 +270,11 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
         starter = SimpleNamespace(path=Path("configs/run_starter.yaml"))
         job: Any = SimpleNamespace(loaded=starter, plan=SimpleNamespace(hardware=hardware))
         (line,) = _next_step_lines(job)
-        found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
+        found = re.search(r"make new MODEL=(\S+) DATA=my.jsonl", line)
         assert found is not None
-        config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
-        shape = load_model_shape(config.model.name)
+        config, shape = config_from_text(f"model: {{name: {found[1]}}}", name="x"), load_model_shape(found[1])
         require_usable_hardware(config, hardware, {}, count_params=lambda shape=shape: shape.params)
-        assert ("0.5B" in config.model.name) == (not hardware.gpus)
+        assert ("0.5B" in found[1]) == (not hardware.gpus)
     job.loaded.path = Path("my.yaml")
     assert _next_step_lines(job) == []
 

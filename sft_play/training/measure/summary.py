@@ -384,11 +384,8 @@ def _next_step_lines(job: RunJob) -> list[str]:
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
     # at most CPU_PARAMS
-    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
-    return [
-        f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own'
-        " data)"
-    ]
+    name = "Qwen/Qwen2.5-3B-Instruct" if job.plan.hardware.gpus else "Qwen/Qwen2.5-0.5B-Instruct"
+    return [f"Try next, with rows of your own: make new MODEL={name} DATA=my.jsonl"]
 
 
 def finish_run(
