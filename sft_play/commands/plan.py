@@ -115,11 +115,9 @@ def run_plan(request: Request) -> CommandResult:
         refusal_texts = _refusal_texts(run, machine, [part[2] for part in parts], row_errors)
     command, node_lines = None, list[str]()
     if request.model:
-        missing_data_lines, node_lines = [], [_new_line(request)]
-    elif misfit is None and not refusal_texts:
-        deepspeed = request.options.deepspeed
-        command = launch_line(plan, run, deepspeed.file if deepspeed else None)
-        node_lines = _node_launch_lines(plan, run, command)
+        missing_data_lines.clear()
+    if misfit is None and not refusal_texts:
+        command, node_lines = _start_commands(request, plan, run)
     stages = parts if run.stages else []
     data = _plan_json(plan, name, stages, cells, largest, refusal_texts, command)
     lines = _plan_page(
@@ -156,11 +154,18 @@ def _load_run(request: Request, settings: Sequence[str] = ()) -> LoadedConfig:
     return load_config(path, overrides=(*request.overrides, *settings), text=text)
 
 
-def _new_line(request: Request) -> str:
-    """The line after a plan of MODEL: the command that writes a run YAML for it."""
-    words = [f"MODEL={request.model}", "DATA=my.jsonl"]
-    words += [f"HARDWARE={request.hardware}"] if request.hardware else []
-    return spell_commands(f"Next, with your rows: {shlex.join(['make', 'new', *words])}")
+def _start_commands(
+    request: Request, plan: Plan, run: LoadedConfig
+) -> tuple[str | None, list[str]]:
+    """Return the command that starts the run, and the lines that stand for it: over several nodes
+    one for each, and after a plan of MODEL the command that writes a run YAML."""
+    if request.model:
+        words = ["make", "new", f"MODEL={request.model}", "DATA=my.jsonl"]
+        words += [f"HARDWARE={request.hardware}"] if request.hardware else []
+        return None, [spell_commands(f"Next, with your rows: {shlex.join(words)}")]
+    deepspeed = request.options.deepspeed
+    command = launch_line(plan, run, deepspeed.file if deepspeed else None)
+    return command, _node_launch_lines(plan, run, command)
 
 
 def _load_whatif_configs(request: Request) -> list[tuple[tuple[str, ...], RunConfig]]:
