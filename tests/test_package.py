@@ -62,6 +62,9 @@ def test_an_installed_package_plans_a_model_without_a_checkout(installed):
     new = next_command(planned, "Next, with your rows")
     assert new == "sft-play new --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl --hardware 1xRTX3060"
     assert "make bench in a checkout" in installed.run("sft-play bench", code=2)
+    code = f"import sys; sys.path[:0] = [{str(installed.site)!r}]; from sft_play import entry; entry.main()"
+    bare = subprocess.run([sys.executable, "-IS", "-c", code, "plan"], capture_output=True, text=True)
+    assert f"install what it needs there: {sys.executable} -m pip install sft-play\n" in bare.stderr
 
 
 @pytest.mark.slow

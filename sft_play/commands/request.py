@@ -361,8 +361,7 @@ def require_config_for_model_and_data(request: Request) -> None:
             " rows and settings. Write my.yaml:\n  model: {name:"
             f" {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n  data:"
             f" {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction:"
-            f" 0.05}}\nand name it: make {request.command} CONFIG=my.yaml (sft-play"
-            f" {request.command} --config my.yaml)"
+            f" 0.05}}\nand name it: make {request.command} CONFIG=my.yaml"
         )
 
 
