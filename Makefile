@@ -43,7 +43,7 @@ train-distributed-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_H
 train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
 train-deepspeed-tb: setup ## The same with DeepSpeed, with TensorBoard running
 launch-command: setup ## Show the command and variables that start the ranks, and start nothing
-launch-file: setup ## Write a job that trains CONFIG and resumes after preemption (FOR=slurm, skypilot, kubeflow; HARDWARE=2x8xH100, OUT=FILE)
+launch-file: setup ## Write a job that trains CONFIG and resumes after preemption (FOR=slurm, skypilot, kubeflow, hfjobs; HARDWARE=2x8xH100, OUT=FILE)
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 run-notebook: setup ## Run your notebook on several ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
 doctor: setup ## Look for problems before a run: versions, drivers, limits, disk, an all-reduce over every rank
@@ -77,7 +77,7 @@ tb-stop: setup ## Stop this project's TensorBoards (CONFIG=FILE, RUN=NAME: those
 tb-clean: setup ## Remove the event files of finished runs; asks first (YES=1: does not)
 
 ##@ Plan
-plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
+plan: setup ## Predict memory and speed, choose layout and batch for CONFIG or MODEL (HARDWARE=2xH200, TRACE=1, JSON=1)
 memory-model-score: setup ## Score the memory model on measured peaks (PEAKS=FILE.csv OUT=score.json)
 bench: setup ## Measure real steps of CONFIG, in turns with another trainer's (PEER=trl STEPS= WARMUP= ROUNDS= OUT=FILE)
 
@@ -95,10 +95,10 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: HARDWARE=2xH200          plan for this machine instead of the present one
 #: RUN=NAME                 name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one
 #: JSON=1                   print one JSON object on standard output, and nothing else there
-#: MODEL=owner/name         new: the model of the run YAML: hub id or local folder
+#: MODEL=owner/name         new, plan: hub id or local folder of the model: of the run YAML to write, or to plan with default settings (in place of CONFIG)
 #: FROM=their.yaml          new: a file of axolotl, LLaMA-Factory, TRL or Unsloth, in our terms
 #: OUT=FILE                 write the answer to this file too (new: the run YAML)
-#: FOR=slurm                launch-file: what schedules the job: slurm, skypilot, kubeflow
+#: FOR=slurm                launch-file: what schedules the job: slurm, skypilot, kubeflow, hfjobs
 #: WHY=1                    plan, check, train: show everything, such as why and what else was compared (train.log always has it)
 #: TRACE=1                  plan: confirm the choice by tracing the step (no GPU needed)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination

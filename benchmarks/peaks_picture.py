@@ -70,5 +70,7 @@ def _h100_peaks() -> list[tuple[float, float]]:
     runs = json.loads((FOLDER / "experts_h100.json").read_text())["runs"].values()
     said = [match for run in runs for text in run.get("said", ()) if (match := line.search(text))]
     peaks = [(float(match[1]), float(match[2])) for match in said]
-    blocks = json.loads((FOLDER / "gpu_bench_h100.json").read_text())["trials"]["4b-lora-2048-blocks"]["runs"]["ours"][0]
+    blocks = json.loads((FOLDER / "gpu_bench_h100.json").read_text())["trials"]["4b-lora-2048-blocks"]["runs"]["ours"][
+        0
+    ]
     return [*peaks, (blocks["predicted"]["allocated_bytes"] / GIB, blocks["allocated_bytes"] / GIB)]

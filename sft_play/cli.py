@@ -15,6 +15,7 @@ from sft_play.process.environment import (
     compile_cache_variables,
     openmp_wait_variables,
 )
+from sft_play.variables import spell_commands
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not failures.report_to_agent(error):  # a rank's agent reports it once for all ranks
             _write_json_error(_unfitting_plan(error) or {}, error.exit_code, error, is_json=is_json)
             kind = "" if isinstance(error, Interrupted) else "error: "
-            sys.stderr.write(log.redact(f"[{command}] {kind}{log.escape_control(str(error))}\n"))
+            text = spell_commands(log.escape_control(str(error)))
+            sys.stderr.write(log.redact(f"[{command}] {kind}{text}\n"))
         return error.exit_code
     except KeyboardInterrupt as error:
         if not failures.report_to_agent(error):

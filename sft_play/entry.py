@@ -167,6 +167,8 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
 
     root = Path(__file__).resolve().parent.parent
     checkout = target = os.path.relpath(str(root))
+    if not (root / "pyproject.toml").exists():
+        checkout = target = "sft-play"
     for extra, packages in EXTRA_PACKAGES.items():
         if package in packages:
             target = f"'{checkout}[{extra}]'"
@@ -179,7 +181,8 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
             f" {python} -m sft_play {command}"
         )
     if sys.version_info >= MIN_PYTHON:
-        hints.append(f"install what it needs there: {sys.executable} -m pip install -e {target}")
+        edit = "-e " if checkout != "sft-play" else ""
+        hints.append(f"install what it needs there: {sys.executable} -m pip install {edit}{target}")
     return "; or ".join(hints) or "install it into another Python"
 
 

@@ -1,5 +1,7 @@
 """Logging, set up once and only by entry points; and functions that make text safe to show.
 
+What is logged names commands as the user can type them (`spell_commands`).
+
 Modules only use `logger = logging.getLogger(__name__)`. INFO is what a person reads while a command
 runs, DEBUG everything else: it is in a run's train.log, and with WHY=1 on the terminal. Ranks but
 the first log at WARNING, with their rank in the prefix.
@@ -20,6 +22,8 @@ from collections.abc import Iterable
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
+
+from sft_play.variables import spell_commands
 
 # With the marks that reorder text (U+202A and the like), which could make a line read as another,
 # and lone surrogates, which cannot be encoded.
@@ -100,7 +104,7 @@ class _PlainFormatter(logging.Formatter):
         message = record.getMessage()
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
-        return redact(f"{self._prefix}{level} {escape_control(message)}")
+        return redact(f"{self._prefix}{level} {spell_commands(escape_control(message))}")
 
 
 def _is_new_warning(seen_messages: set[str], record: logging.LogRecord) -> bool:
@@ -293,4 +297,4 @@ class _TimedFormatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(escape_control(super().format(record)))
+        return redact(spell_commands(escape_control(super().format(record))))

@@ -2,11 +2,15 @@
 `variables.json`.
 
 Make's check of its command line, `make help`, the program's flags and their help, its `Request` and
-the tests read it. Standard library only, and nothing newer than Python 3.6:
+the tests read it. Texts name commands as make's, and `spell_commands` writes them as the program's
+for a user who has no Makefile. Standard library only, and nothing newer than Python 3.6:
 `scripts/check_variables.py` reads it with any Python, before there is an environment.
 """
 
 import json
+import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -308,3 +312,57 @@ def _format_variable_commands(name: str) -> str:
 
 def _format_all(commands: Iterable[str]) -> str:
     return ", ".join(map(make_command, commands))
+
+
+# --- commands in texts: make's in a checkout, the program's elsewhere -----------------------------
+# The tools of developers' commands, which only a checkout has.
+_TOOLS_FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+# `make TARGET` with variables as a shell reads them; dots may stand for some of them. A text may
+# quote a row: `make new friends` is no command.
+_WORD = r"""(?: (?:\.\.\.(?= [A-Z])|(?=['"]?[A-Z_]+=)(?:'[^']*'|"[^"]*"|\\.|[^\s'"\\();])+))"""
+_TARGETS = "|".join(sorted(all_targets() - {"new"}, key=len, reverse=True))
+_MAKE_COMMAND = re.compile(
+    rf"\bmake (?P<target>(?:-C benchmarks )?(?:{_TARGETS})(?![\w-])|new(?= (?:needs|'?[A-Z]+=)))"
+    rf"(?P<words>{_WORD}*)"
+)
+
+
+def is_makefile_near() -> bool:
+    """True if the user stands in a checkout, where make runs the commands."""
+    return os.path.isfile("scripts/make.mk")  # noqa: PTH113  (no error for a folder that is gone)
+
+
+def spell_commands(text: str) -> str:
+    """Write the commands in a text as the user can type them: `make plan CONFIG=my.yaml` in a
+    checkout, else `sft-play plan --config my.yaml`."""
+    if "make " not in text or is_makefile_near():
+        return text
+    return _MAKE_COMMAND.sub(_spell_command, text)
+
+
+def _spell_command(match: "re.Match[str]") -> str:
+    target = match["target"]
+    words = match["words"].rstrip(",:.") if not match["words"].endswith("...") else match["words"]
+    rest = match["words"][len(words) :]
+    command = target_command(target)
+    is_developing = COMMAND_ROWS.get(command, {}).get("file") == "developing"
+    if command not in COMMAND_ROWS or (is_developing and not _TOOLS_FOLDER.is_dir()):
+        return f"make {target}{words} in a checkout{rest}"
+    before, after = [], ["--tensorboard"] if target in TARGETS else []  # type: List[str], List[str]
+    for word in shlex.split(words):
+        name, _, value = word.partition("=")
+        if name == "SET":
+            after += shlex.split(value)
+        elif name not in VARIABLES:
+            after.append(word)
+        elif not VARIABLES[name].has_flag:
+            before.append(word)
+        else:
+            flag = "--" + name.lower().replace("_", "-")
+            after += [flag] if VARIABLES[name].kind == "switch" else [flag, value]
+    return " ".join(map(_quote_word, [*before, "sft-play", command, *after])) + rest
+
+
+def _quote_word(word: str) -> str:
+    """Quote a word where a shell would split or expand it; dots for a value stay as they are."""
+    return shlex.quote(word) if re.search(r"[^\w@%+=:,./…-]", word) or not word else word

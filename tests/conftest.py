@@ -111,6 +111,8 @@ def clean_environment(**variables: str) -> dict[str, str]:
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    # commands are named as in a checkout, wherever a test stands
+    monkeypatch.setattr("sft_play.variables.is_makefile_near", lambda: True)
 
 
 @pytest.fixture(scope="session", autouse=True)

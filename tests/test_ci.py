@@ -3,10 +3,12 @@ without a network; the image builds by the lock, and nothing of a person's check
 
 import fnmatch
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 
 import yaml
@@ -65,6 +67,29 @@ def test_the_hooks_run_what_lint_runs():
     named = re.findall(r"(tests/\S+) -k (\S+)", said)
     assert [(path, word) for path, word in named if f"_{word}" not in (ROOT / path).read_text(encoding="utf-8")] == []
     assert named
+
+
+def test_a_tag_releases_what_was_built_and_tested_without_a_token():
+    release, image = (
+        yaml.safe_load((ROOT / ".github/workflows" / f"{name}.yml").read_text(encoding="utf-8"))
+        for name in ("release", "image")
+    )
+    assert release[True]["push"] == image[True]["push"] == {"tags": ["v*"]}  # YAML reads `on` as true
+    publish = release["jobs"]["publish"]
+    assert (set(publish["needs"]), publish["permissions"]) == ({"build", "test"}, {"id-token": "write"})
+    assert "secrets." not in yaml.dump(release)
+    (tested,) = (step["run"] for step in release["jobs"]["test"]["steps"] if "TESTS=" in step.get("run", ""))
+    assert (ROOT / shlex.split(shlex.split(tested)[2].partition("=")[2])[-1]).is_file()
+    (tag,) = (step["run"] for step in release["jobs"]["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", ""))
+    said = subprocess.run(
+        ["bash", "-c", tag.replace("python", sys.executable)], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": "v0.0"}
+    )
+    assert said.returncode == 1
+    for job in [*release["jobs"].values(), *image["jobs"].values()]:
+        assert all(re.fullmatch(r"[\w/-]+@(v\d+|release/v1)", step["uses"]) for step in job["steps"] if "uses" in step)
+    builds = image["jobs"]["image"]["strategy"]["matrix"]["include"]
+    named = re.findall(r"CUDA=([\d.]+)(?: --build-arg |\n[\s\S]*?)(?:ARG )?TORCH=(\w+)", DOCKERFILE)
+    assert {(one["cuda"], one["torch"]) for one in builds} == set(named)
 
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

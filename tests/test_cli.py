@@ -68,9 +68,9 @@ def test_a_run_that_is_named_is_resumed_with_the_run_yaml_that_it_has(tmp_path, 
     assert config_of("resume", RUN="mine", CONFIG="b.yaml") == "b.yaml"
     with pytest.raises(RunFolderError, match=r"there is no run other in outputs; the runs there: mine"):
         config_of("resume", RUN="other")
-    (tmp_path / starter).parent.mkdir()
-    (tmp_path / starter).touch()  # beside the starter it may be one of its runs
-    assert config_of("resume", RUN="other") == config_of("resume") == starter
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "run_starter.yaml").touch()  # beside the starter it may be one of its runs
+    assert config_of("resume", RUN="other") == config_of("resume") == "configs/run_starter.yaml" != starter
 
 
 def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatch, caplog):

@@ -92,8 +92,10 @@ SCHEMAS = {
 }  # fmt: skip
 """By the file's path below the package: each file of data has one here."""
 MODEL = PACKAGE / "starter" / "starter-base"
-"""A model's folder, as transformers writes it."""
-FILES = [path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if path.parent != MODEL]
+"""A model's folder, as transformers writes it; beside it is a run YAML, which test_starter.py compares."""
+FILES = [
+    path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if path.parent not in (MODEL, MODEL.parent)
+]
 FOUND = sorted(path.relative_to(PACKAGE).as_posix() for path in FILES)
 
 

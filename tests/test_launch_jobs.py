@@ -1,20 +1,25 @@
 """make launch-file: each scheduler's file says what was planned, holds any value, and is started again where it was."""
 
 import dataclasses
+import inspect
 import json
 import os
 import random
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 
 from sft_play.cli import main
-from sft_play.commands.launch_file import SCHEDULERS, SchedulerJob, job_name, render_job
+from sft_play.commands.launch_file import FLAVORS, SCHEDULERS, SchedulerJob, job_name, render_job
+from sft_play.machine.gpu_catalog import find_catalog_entries
 from tests.conftest import ROOT
 from tests.schemas import refuse_invalid
 from tests.test_nodes import FAKE_LAUNCH, FAKE_SCONTROL, FAKE_SRUN
@@ -127,6 +132,87 @@ def test_kubeflow_starts_one_pod_a_node_with_any_value(nodes, cluster):
         assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
 
 
+TRAIN = """#!/bin/bash
+printf 'word %q\\n' "$@"
+printf 'rows '; cat rows.jsonl; cat ../home.jsonl
+folder=runs/my-run/checkpoints
+ls $folder 2>/dev/null | sed 's/^/resumed /'
+rm -rf $folder
+mkdir -p $folder/checkpoint-$STEP
+echo weights > $folder/checkpoint-$STEP/weights
+echo whole > $folder/checkpoint-$STEP/complete.json
+touch runs/my-run/run.lock
+[ -z "$WAITS" ] || { trap 'exit 130' TERM; kill -TERM $PPID; for i in $(seq 300); do sleep 0.1; done; }
+exit $CODE
+"""
+
+
+def test_hfjobs_starts_a_job_with_any_value_that_resumes_from_its_bucket(cluster, monkeypatch):
+    """The written file runs with fakes of the real signatures; its job then runs, with a folder as the bucket."""
+    for name in ("rows.jsonl", "home.jsonl"):
+        (cluster / name).write_text(name + "\n")
+    job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE), nodes=1)
+    local = {"rows.jsonl": cluster / "rows.jsonl", "../home.jsonl": cluster / "home.jsonl"}
+    hosted = {"local": local, "flavor": "l4x4", "package": "./code[cuda]", "code": ROOT}
+    job = dataclasses.replace(job, **hosted)
+    calls: dict[str, Any] = {}
+
+    def stand_in(name: str, answer: Any) -> None:
+        signature = inspect.signature(getattr(huggingface_hub, name))
+
+        def called(*words: Any, **options: Any) -> Any:
+            calls[name] = signature.bind(*words, **options).arguments
+            return answer
+
+        monkeypatch.setattr(huggingface_hub, name, called)
+
+    stand_in("create_bucket", huggingface_hub.BucketUrl("https://huggingface.co/buckets/me/sft-play-my-run-1"))
+    stand_in("list_jobs", [])
+    stand_in("batch_bucket_files", None)
+    stand_in("get_token", "hf_token")
+    stand_in("run_job", SimpleNamespace(id="7", url="https://x/7"))
+    (cluster / "job.py").write_text(render_job("hfjobs", job), encoding="utf-8")
+    runpy.run_path(str(cluster / "job.py"))
+    asked = calls["run_job"]
+    assert (asked["flavor"], asked["secrets"], asked["attempts"]) == ("l4x4", {"HF_TOKEN": "hf_token"}, 3)
+    (volume,) = asked["volumes"]
+    assert (volume.type, volume.source, volume.mount_path) == ("bucket", "me/sft-play-my-run-1", "/bucket")
+    assert calls["create_bucket"]["private"]
+    uploaded = {target: Path(source) for source, target in calls["batch_bucket_files"]["add"]}
+    assert {"code/pyproject.toml", "code/README.md", "code/sft_play/variables.json", "run.yaml"} < set(uploaded)
+    assert all(path.is_file() and "__pycache__" not in path.parts for path in uploaded.values())
+    bucket, programs = cluster / "bucket", {"pip": "#!/bin/sh\nexit 0\n", "sft-play": TRAIN}
+    for target, source in uploaded.items():
+        (bucket / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, bucket / target)
+    for name, text in programs.items():
+        (cluster / "bin" / name).write_text(text)
+        (cluster / "bin" / name).chmod(0o755)
+    words = [word.replace("/bucket", str(bucket)) for word in asked["command"]]
+    for step, waits, code, resumed in ((1, "1", 130, []), (2, "", 0, ["checkpoint-1"]), (3, "", 2, ["checkpoint-2"])):
+        (cluster / f"machine-{step}" / "work").mkdir(parents=True)
+        environ = {"PATH": f"{cluster}/bin:{os.environ['PATH']}", "STEP": str(step), "CODE": str(code), "WAITS": waits}
+        options = {"cwd": cluster / f"machine-{step}" / "work", "env": {**os.environ, **environ}, "text": True}
+        ended = subprocess.run(words, timeout=60, stdout=subprocess.PIPE, **options)
+        assert ended.returncode == code, ended.stdout
+        assert words_of(ended.stdout) == ["train-distributed", *wanted(f"{bucket}/run.yaml", job, "output.dir=runs")]
+        assert "rows rows.jsonl\nhome.jsonl\n" in ended.stdout
+        assert re.findall(r"^resumed (.*)$", ended.stdout, re.MULTILINE) == resumed
+        there = {str(path.relative_to(bucket / "run")) for path in (bucket / "run").rglob("*") if path.is_file()}
+        assert there == {f"my-run/checkpoints/checkpoint-{step}/{name}" for name in ("weights", "complete.json")}
+    stand_in("list_jobs", [SimpleNamespace(id="7", url="https://x/7")])
+    with pytest.raises(SystemExit, match="this run is being trained"):
+        runpy.run_path(str(cluster / "job.py"))
+
+
+def test_every_machine_of_hugging_face_with_gpus_can_be_named():
+    named = {flavor for counts in FLAVORS.values() for flavor in counts.values()}
+    hosted = {one.value for one in huggingface_hub.JobHardware if not one.value.startswith("cpu")}
+    assert hosted - named == {"t4-small", "a10g-small"}  # the same GPUs with less RAM
+    assert named < hosted
+    assert [find_catalog_entries(gpu)[0].name for gpu in FLAVORS] == list(FLAVORS)
+
+
 VALIDATE = {
     "skypilot": "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); print(task.name, task.num_nodes)",
     "kubeflow": """
@@ -180,10 +266,11 @@ def answer(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
     return code, found
 
 
-MACHINES = zip(SCHEDULERS, ("2x8xH100", "1xRTX4090", "4xL40S"), ((2, 8), (1, 1), (1, 4)), strict=True)
+SHAPES = {"2x8xH100": (2, 8), "1xRTX4090": (1, 1), "4xL40S": (1, 4), "4xL4": (1, 4)}
+MACHINES = [(one, *shape) for one, shape in zip(SCHEDULERS, SHAPES.items(), strict=True)]
 
 
-@pytest.mark.parametrize(("scheduler", "hardware", "shape"), list(MACHINES))
+@pytest.mark.parametrize(("scheduler", "hardware", "shape"), MACHINES)
 def test_the_file_asks_for_the_machines_and_layout_of_the_plan(scheduler, hardware, shape, run_yaml, tmp_path, capfd):
     main(["plan", "--config", run_yaml, "--hardware", hardware, "--json", "--out", "plan.json"])
     planned = json.loads((tmp_path / "plan.json").read_text())
@@ -204,9 +291,11 @@ def test_the_file_asks_for_the_machines_and_layout_of_the_plan(scheduler, hardwa
 def test_what_no_job_can_be_written_for_is_one_message(run_yaml, tmp_path, capfd):
     large = str(ROOT / "configs" / "run_llama70b.yaml")
     for words, kind, said in (
-        (("--hardware", "2xH100"), "fix", "make launch-file needs FOR=, one of slurm, skypilot, kubeflow"),
+        (("--hardware", "2xH100"), "fix", "make launch-file needs FOR=, one of slurm, skypilot, kubeflow, hfjobs"),
         (("--hardware", "2xH100", "--for", "pbs"), "fix", "FOR=pbs is not one of slurm"),
         (("--for", "slurm", "--hardware", "cpu"), "fix", "such as HARDWARE=2x8xH100"),
+        (("--for", "hfjobs", "--hardware", "1xH100"), "fix", "no machine with 1 x H100; HARDWARE= can name 1xT4"),
+        (("--for", "hfjobs", "--hardware", "2x4xL4"), "fix", "no machine with 8 x L4 on 2 nodes"),
         (("--for", "slurm", "--hardware", "1xH100", "--out", str(tmp_path)), "fix", "exists"),
         (("--config", large, "--for", "slurm", "--hardware", "1xRTX3060"), "does_not_fit", "fit"),
     ):

@@ -18,9 +18,9 @@ PACKAGE = ROOT / "sft_play"
 LAYERS = {
     name: layer
     for layer, names in {
-        -1: "exit_codes", 0: "_version answers errors log spelling", 1: "text variables files", 2: "process starter",
-        3: "config machine models", 4: "runs planner data", 5: "documents training", 6: "trace", 7: "finished",
-        8: "launch", 9: "diagnose dist", 10: "commands api", 11: "cli", 12: "entry", 13: "__main__",
+        -2: "exit_codes spelling", -1: "variables", 0: "_version answers errors log", 1: "text files",
+        2: "process starter", 3: "config machine models", 4: "runs planner data", 5: "documents training", 6: "trace",
+        7: "finished", 8: "launch", 9: "diagnose dist", 10: "commands api", 11: "cli", 12: "entry", 13: "__main__",
     }.items()
     for name in names.split()
 }  # fmt: skip

@@ -18,7 +18,7 @@ from sft_play.config.load import load_config
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
 from sft_play.models.config_json import KNOWN_MODELS, find_model_folder, parse_model_shape
-from sft_play.starter import BASE, BASE_NAME
+from sft_play.starter import BASE, BASE_NAME, CONFIG, find_starter_file
 from tests import warm
 from tests.conftest import ROOT, shared, write_rows
 from tests.converter import converter
@@ -113,6 +113,13 @@ def test_a_wheel_has_every_data_file_of_the_package():
     files = {path for path in (ROOT / "sft_play").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path for path in files - taken if path.suffix != ".py"} == set()
     assert set(BASE.iterdir()) < taken
+    # the package's copy of the run YAML, and of its rows, as a user who has no checkout names them
+    shipped = find_starter_file(Path(CONFIG))
+    assert shipped is not None
+    assert shipped.read_bytes() == (ROOT / CONFIG).read_bytes()
+    for text in re.findall(r"_path: (\S+)", shipped.read_text(encoding="utf-8")):
+        assert find_starter_file(Path(text)) == ROOT / text
+    assert find_starter_file(Path("sft_play/starter/data/mine.jsonl")) is find_starter_file(Path("train.jsonl")) is None
 
 
 def test_the_base_copies_every_slot():

@@ -1,5 +1,6 @@
 """Which command takes which variable and flag; the misspelt, the empty and other commands' are refused, not ignored."""
 
+import ast
 import itertools
 import json
 import os
@@ -11,11 +12,13 @@ import subprocess
 import pytest
 
 from sft_play import variables
+from sft_play.cli import main
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS
 from sft_play.commands.request import flag_commands_table, read_request, refuse_make_variables
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError
 from tests.conftest import ROOT, chat, write_rows, write_run
+from tests.test_screens import texts
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 MAINTAINING = re.findall(r"^([a-z-]+):", (ROOT / "benchmarks/Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -212,6 +215,8 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
     (["finetune"], "there is no command finetune; here it is make train"),
     (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
     (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
+    (["merge", "FORCE=1"], "or in the environment, or as --force\n"),
+    (["plan", "--model", "me/x", "--config", "a.yaml"], "MODEL=me/x and CONFIG=a.yaml are both given"),
     (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
 ])  # fmt: skip
 def test_wrong_flags_are_one_message(refuse, words, message):
@@ -253,3 +258,89 @@ def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, succeed, monk
     assert f"Base model: {tiny_llama}" in log.splitlines()[0]
     said = "[launch-command] Base model: sft-play/starter-base, the starter's"
     assert succeed("launch-command", f"output.dir={tmp_path}").startswith(said)
+
+
+def test_a_model_is_planned_with_default_settings_in_place_of_a_config(succeed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--hardware", "1xRTX3060")
+    planned = json.loads(succeed(*words, "--json", "train.effective_batch_size=8", "--whatif", "train.max_steps=5,6"))
+    assert (planned["effective_batch"], planned["launch"], len(planned["whatif"])) == (8, None, 2)
+    assert "make new MODEL=Qwen/Qwen2.5-0.5B-Instruct DATA=my.jsonl HARDWARE=1xRTX3060" in succeed(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- commands in texts ------------------------------------------------------------------------------------------------
+SPELLED = {
+    "make plan ... WHY=1": "sft-play plan ... --why",
+    "RUNS= names no run; make runs lists them: make prune RUNS='first second'":
+        "RUNS= names no run; sft-play runs lists them: sft-play prune --runs 'first second'",
+    "(make plan MAX=...), or `make process`.": "(sft-play plan --max ...), or `sft-play process`.",
+    "make train CONFIG=my.yaml 'SET=a.b=1 c.d=\"x y\"'.": "sft-play train --config my.yaml a.b=1 'c.d=x y'.",
+    "make train-tb TB_PORT=6007, then": "TB_PORT=6007 sft-play train --tensorboard, then",
+    "make preview ROW=… shows": "sft-play preview --row … shows",
+    "make merge RUN=outputs/x FORCE=1 writes": "sft-play merge --run outputs/x --force writes",
+    "make setup (with VENV=: …)": "make setup in a checkout (with VENV=: …)",
+    "make -C benchmarks lock TORCH=X": "make -C benchmarks lock TORCH=X in a checkout",
+    "how to make new friends, make this, make plans": "how to make new friends, make this, make plans",
+}  # fmt: skip
+"""Texts, and what a user without a Makefile reads."""
+
+
+@pytest.fixture
+def far_from_make(monkeypatch):
+    monkeypatch.setattr(variables, "is_makefile_near", lambda: False)
+
+
+def test_commands_are_the_programs_where_no_makefile_is_near(far_from_make, monkeypatch, tmp_path, capsys):
+    assert {text: variables.spell_commands(text) for text in SPELLED} == SPELLED
+    assert main(["resume", "--config", str(ROOT / STARTER), f"output.dir={tmp_path}"]) == 2
+    assert "start one with sft-play train --config " in capsys.readouterr().err
+    monkeypatch.undo()
+    assert [variables.is_makefile_near(), monkeypatch.chdir(tmp_path), variables.is_makefile_near()] == [
+        True,
+        None,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_spelled_command_asks_for_what_makes_did(seed, far_from_make):
+    draw = random.Random(seed)
+    values = ["a b", "it's", 'say "hi"', "$HOME", "50%", "größe", "x=y", "a,b", "(c);", "back\\slash"]
+    for command in (name for name, row in variables.COMMAND_ROWS.items() if row["file"] != "developing"):
+        environment = {}
+        for name in variables.VARIABLES:
+            kind = variables.VARIABLES[name].kind
+            if (
+                variables.takes_variable(name, command)
+                and kind not in ("launch", "number", "count")
+                and draw.random() < 0.3
+            ):
+                environment[name] = "1" if kind == "switch" else draw.choice(values)
+        if "SET" in environment:
+            environment["SET"] = shlex.join(f"output.name={text}" for text in draw.sample(values, 2))
+        if "MODEL" in environment and "CONFIG" in environment:
+            del environment["CONFIG"]
+        if not environment:
+            continue
+        line = shlex.join(["make", command, *(f"{name}={text}" for name, text in environment.items())])
+        words = shlex.split(variables.spell_commands(line))
+        place = words.index("sft-play")
+        before = dict(word.split("=", 1) for word in words[:place])
+        assert read_request(words[place + 1 :], before) == read_request([command], environment), line
+
+
+def test_every_command_that_a_text_of_the_package_names_can_be_typed(far_from_make):
+    named = 0
+    for path in (ROOT / "sft_play").rglob("*.py"):
+        for text in texts(ast.parse(path.read_text(encoding="utf-8"))):
+            for match in variables._MAKE_COMMAND.finditer(text.replace("{}", "x")):
+                spelled = variables._spell_command(match)
+                command, *words = shlex.split(spelled.partition("sft-play ")[2]) or ["", ""]
+                assert command or spelled.endswith("in a checkout"), spelled
+                flags = [word for word in words if word.startswith("--")]
+                assert all(
+                    command in flag_commands_table()[flag.replace("-", "_").replace("__", "--", 1)] for flag in flags
+                ), text
+                named += 1
+    assert named > 90

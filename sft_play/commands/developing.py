@@ -30,8 +30,8 @@ def benchmark_module(name: str, *, command: str) -> ModuleType:
     installed without its checkout."""
     if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file():
         raise ConfigError(
-            f"{command} is a developer's command of a checkout, and {ROOT / 'sft_play'} is"
-            f" installed without one: run make {command} in a clone of the repository"
+            f"{command} measures the project itself with tools that {ROOT / 'sft_play'} was"
+            f" installed without: make {command}"
         )
     # a console script has its own folder there; processes that it spawns inherit it
     if str(ROOT) not in sys.path:

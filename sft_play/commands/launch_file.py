@@ -4,10 +4,11 @@ A job for a scheduler trains a run as it is planned, and goes on after a preempt
 
 `jobs/` has a template for each scheduler: Slurm's batch script, which lets
 `scripts/train_slurm.sbatch` requeue the job at its end, a managed job of SkyPilot, whose run folder
-is in a bucket that the next machines find, and a PyTorchJob of Kubeflow with the run YAML in a
-ConfigMap. Each starts `scripts/train_distributed.sh` once on every node, with a fixed `output.name`
-and `output.if_exists=resume`: a job that is started again continues from the run's last checkpoint,
-and one whose run is finished ends at once.
+is in a bucket that the next machines find, a PyTorchJob of Kubeflow with the run YAML in a
+ConfigMap, and a program that starts a job of Hugging Face with a bucket. Each starts
+`train-distributed` once on every node, with a fixed `output.name` and `output.if_exists=resume`: a
+job that is started again continues from the run's last checkpoint, and one whose run is finished
+ends at once.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sft_play._version import __version__
 from sft_play.commands import plan
 from sft_play.commands.request import CommandResult, Request, redirect_stdout_to_stderr
 from sft_play.config.load import LoadedConfig, load_config
@@ -45,6 +47,25 @@ SCHEDULERS = {
     "slurm": ("slurm.sbatch.jinja", ".sbatch", "sbatch"),
     "skypilot": ("skypilot.sky.yaml.jinja", ".sky.yaml", "sky jobs launch"),
     "kubeflow": ("kubeflow.yaml.jinja", ".kubeflow.yaml", "kubectl apply -f"),
+    "hfjobs": ("hfjobs.py.jinja", ".hfjobs.py", shlex.quote(sys.executable)),
+}
+# Those whose jobs run scripts of the checkout, from where it is.
+_CHECKOUT_SCHEDULERS = ("slurm", "skypilot")
+# Hugging Face's flavors by GPU and number (`JobHardware` of huggingface_hub 2.4); where two have
+# the same GPU, the one with more RAM, for loading.
+FLAVORS = {
+    "T4": {1: "t4-medium"},
+    "L4": {1: "l4x1", 4: "l4x4"},
+    "A10G": {1: "a10g-large", 2: "a10g-largex2", 4: "a10g-largex4"},
+    "L40S": {1: "l40sx1", 4: "l40sx4", 8: "l40sx8"},
+    "A100-80GB": {1: "a100-large", 4: "a100x4", 8: "a100x8"},
+    "H200": {1: "h200", 2: "h200x2", 4: "h200x4", 8: "h200x8"},
+    "RTX PRO 6000": {
+        1: "rtx-pro-6000",
+        2: "rtx-pro-6000x2",
+        4: "rtx-pro-6000x4",
+        8: "rtx-pro-6000x8",
+    },
 }
 # Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`.
 GRACE_S = 300
@@ -68,6 +89,12 @@ def _write_job(request: Request) -> CommandResult:
         )
         raise ConfigError(f"{for_text} one of {', '.join(SCHEDULERS)}")
     _, suffix, submit_command = SCHEDULERS[request.for_]
+    if request.for_ in _CHECKOUT_SCHEDULERS and not (ROOT / "scripts").is_dir():
+        raise ConfigError(
+            f"FOR={request.for_} starts scripts of a checkout, and sft_play is installed here"
+            " without one: run it in a clone of the repository;"
+            " FOR=kubeflow and FOR=hfjobs need none"
+        )
     # as the job will be started, which resumes the folder of its name
     plan_result = plan.run_plan(
         dataclasses.replace(request, overrides=(*request.overrides, "output.if_exists=resume"))
@@ -87,9 +114,10 @@ def _write_job(request: Request) -> CommandResult:
         atomic.write(path, text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None
-    command = shlex.join(
-        ["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings]
-    )
+    program = ["scripts/train_distributed.sh"]
+    if job.flavor:
+        program = ["sft-play", "train-distributed"]
+    command = shlex.join([*program, "--config", str(loaded.path), *job.settings])
     machines_text = f"{plural(job.nodes, 'node')} with {job.gpus_per_node} x {job.gpu}"
     if plan_result.exit_code:
         machines_text += ", predicted not to fit, and tried"
@@ -129,6 +157,10 @@ class SchedulerJob:
     venv: str | None = None
     # Files and folders of this machine that the run reads, by their names in the config.
     local: Mapping[str, Path] = field(default_factory=dict)
+    # Of Hugging Face Jobs: the machine, what pip installs there, and the folder of its code.
+    flavor: str | None = None
+    package: str = f"sft-play[cuda]=={__version__}"
+    code: Path | None = None
 
     @property
     def settings(self) -> list[str]:
@@ -162,6 +194,11 @@ def _scheduler_job(
     gpu = entries[0].name if entries else gpus[0]["name"]
     if request.for_ == "skypilot" and gpu == "A100-40GB":
         gpu = "A100"  # as SkyPilot calls it
+    hosted: dict[str, Any] = {}
+    if request.for_ == "hfjobs":
+        hosted["flavor"] = find_flavor(gpu, len(gpus), nodes)
+        if (ROOT / "pyproject.toml").is_file():
+            hosted |= {"package": "./code[cuda]", "code": ROOT}
     # two configs of one name have a bucket each
     config_digest = hashlib.sha256(str(loaded.path.absolute()).encode()).hexdigest()[:8]
     return SchedulerJob(
@@ -180,7 +217,24 @@ def _scheduler_job(
             for text in dict.fromkeys(run_paths)
             if text and Path(text).expanduser().exists()
         },
+        **hosted,
     )
+
+
+def find_flavor(gpu: str, gpu_count: int, node_count: int) -> str:
+    """Find the machine of Hugging Face Jobs that has these GPUs. Raises ConfigError where none
+    has."""
+    flavor = FLAVORS.get(gpu, {}).get(gpu_count)
+    if flavor is None or node_count > 1:
+        machines = [
+            f"{count}x{name.replace(' ', '')}" for name in FLAVORS for count in FLAVORS[name]
+        ]
+        nodes_text = f" on {node_count} nodes" if node_count > 1 else ""
+        raise ConfigError(
+            f"Hugging Face Jobs has no machine with {gpu_count} x {gpu}{nodes_text};"
+            f" HARDWARE= can name {', '.join(machines)}"
+        )
+    return flavor
 
 
 def render_job(scheduler: str, job: SchedulerJob) -> str:
@@ -200,6 +254,7 @@ def render_job(scheduler: str, job: SchedulerJob) -> str:
         "yaml": lambda value: json.dumps(
             value if isinstance(value, list) else str(value), ensure_ascii=False
         ),
+        "python": lambda value: repr(json.loads(json.dumps(value, default=str))),
     }
     return environment.get_template(SCHEDULERS[scheduler][0]).render(job=job, grace_s=GRACE_S)
 

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 import logging
 import os
-import shlex
 
-from sft_play.commands.request import Request, make_argv, trusts_code
+from sft_play.commands.request import Request, command_line, trusts_code
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import (
@@ -162,8 +161,8 @@ def _single_process_command(request: Request) -> str:
     unset_arguments = [
         word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)
     ]
-    return shlex.join(
-        ["env", *unset_arguments, *make_argv(request, request.command, request.overrides)]
+    return command_line(
+        request, request.command, request.overrides, before=["env", *unset_arguments]
     )
 
 

@@ -21,6 +21,7 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.planner.explain import long_cpu_warnings
 from sft_play.runs.folder import read_json
 from sft_play.trace.confirm import load_run_model_shape
+from sft_play.variables import spell_commands
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 # lines for the file's head, settings, comments below them
@@ -71,7 +72,7 @@ def run_new(request: Request) -> CommandResult:
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(out))} cannot be written: {error.strerror}") from None
     machine = [f"HARDWARE={request.hardware}"] if request.hardware else []
-    next_command = shlex.join(["make", "plan", f"CONFIG={out}", *machine])
+    next_command = spell_commands(shlex.join(["make", "plan", f"CONFIG={out}", *machine]))
     return CommandResult(
         {"ok": True, "path": str(out), "settings": settings, "next": next_command},
         [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {next_command}"],

@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import json
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from sft_play.launch.planning import (
 )
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens_if_quick
 from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
-from sft_play.log import escape_control
+from sft_play.log import escape_control, one_line
 from sft_play.machine.gpu_catalog import PriceList, find_catalog_entries, load_prices, lowest_prices
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import DEFAULT_PORT
@@ -51,6 +52,7 @@ from sft_play.planner.advice import (
 )
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, require_fit
+from sft_play.variables import spell_commands
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def run_plan(request: Request) -> CommandResult:
     budget."""
     # read first: a wrong word in MAX or WHATIF costs no planning
     fit_question = parse_question(request.max) if request.max else None
-    run = load_config(request.config, overrides=request.overrides)
+    run = _load_run(request)
     configs = _load_whatif_configs(request)
     machine = restrict_to_device(run.config, requested_hardware(request))
     hardware = mesh_hardware(run.config, machine)
@@ -114,10 +116,10 @@ def run_plan(request: Request) -> CommandResult:
     if misfit is None:
         refusal_texts = _refusal_texts(run, machine, [part[2] for part in parts], row_errors)
     command, node_lines = None, list[str]()
+    if request.model:
+        missing_data_lines.clear()
     if misfit is None and not refusal_texts:
-        deepspeed = request.options.deepspeed
-        command = launch_line(plan, run, deepspeed.file if deepspeed else None)
-        node_lines = _node_launch_lines(plan, command, machine_text)
+        command, node_lines = _start_commands(request, plan, run, machine_text)
     stages = parts if run.stages else []
     data = _plan_json(plan, name, stages, cells, largest, refusal_texts, command)
     lines = _plan_page(
@@ -140,6 +142,35 @@ def run_plan(request: Request) -> CommandResult:
     )
 
 
+def _load_run(request: Request, settings: Sequence[str] = ()) -> LoadedConfig:
+    """Read the run YAML, or make one of default settings for MODEL; `settings` are added to those
+    of the request."""
+    path, text = request.config, None
+    if request.model and request.is_config_given:
+        raise ConfigError(
+            f"MODEL={one_line(request.model)} and CONFIG={one_line(str(path))} are both given: a"
+            " plan is of a run YAML, or of a model with default settings; leave one of them out"
+        )
+    if request.model:
+        path, text = Path(f"MODEL={request.model}"), f"model: {{name: {json.dumps(request.model)}}}"
+    return load_config(path, overrides=(*request.overrides, *settings), text=text)
+
+
+def _start_commands(
+    request: Request, plan: Plan, run: LoadedConfig, machine: str
+) -> tuple[str | None, list[str]]:
+    """Return the command that starts the run, and the lines that stand for it: over several nodes
+    one for each, and after a plan of MODEL the command that writes a run YAML. `machine`: its
+    name in HARDWARE."""
+    if request.model:
+        words = ["make", "new", f"MODEL={request.model}", "DATA=my.jsonl"]
+        words += [f"HARDWARE={request.hardware}"] if request.hardware else []
+        return None, [spell_commands(f"Next, with your rows: {shlex.join(words)}")]
+    deepspeed = request.options.deepspeed
+    command = launch_line(plan, run, deepspeed.file if deepspeed else None)
+    return command, _node_launch_lines(plan, command, machine)
+
+
 def _load_whatif_configs(request: Request) -> list[tuple[tuple[str, ...], RunConfig]]:
     """Read the cells of WHATIF: the settings of each, and its config, with stages the one with the
     longest rows."""
@@ -153,7 +184,7 @@ def _load_whatif_configs(request: Request) -> list[tuple[tuple[str, ...], RunCon
     configs = []
     for cell in parse_grid(settings):
         with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-            loaded = load_config(request.config, overrides=(*request.overrides, *cell))
+            loaded = _load_run(request, cell)
         configs.append((cell, loaded.longest_config))
     return configs
 
@@ -226,7 +257,7 @@ def _plan_page(
             *explain.plan_lines(plan, config, command=command, node_commands=node_lines),
         ]
     start_lines = []
-    if command is not None and plan.fits:
+    if plan.fits and (command is not None or node_lines):
         start_lines = node_lines or [f"Start: {command}"]
     summary = explain.plan_summary_lines(
         plan, config, start_lines=start_lines, has_local_data=not missing_data_lines
@@ -323,7 +354,7 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = 
             shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word for word in overrides
         ]
         argv.append(f"SET={' '.join(settings)}")
-    return shlex.join(argv)
+    return spell_commands(shlex.join(argv))
 
 
 def _node_launch_lines(plan: Plan, command: str, machine: str) -> list[str]:

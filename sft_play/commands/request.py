@@ -33,7 +33,7 @@ from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.runs.folder import write_json
 from sft_play.runs.lookup import output_dir, resolve_run
 from sft_play.spelling import did_you_mean
-from sft_play.starter import CONFIG
+from sft_play.starter import CONFIG, find_starter_file
 from sft_play.variables import (
     DESCRIBING_COMMANDS,
     EXTRA_FLAGS,
@@ -41,12 +41,17 @@ from sft_play.variables import (
     TRAINING_COMMANDS,
     VARIABLES,
     flag_commands,
+    is_makefile_near,
+    spell_commands,
 )
 
 if TYPE_CHECKING:
     from sft_play.finished.run import FinishedRun
 
 logger = logging.getLogger(__name__)
+
+# Fields of answers that advise, and may name commands.
+ADVICE_FIELDS = ("remedy", "reasons", "ways_out", "refused_because")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,8 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
             raise ConfigError(
                 "CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it"
             )
-        if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
+        plans_model = request.command == "plan" and request.model is not None
+        if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) and not plans_model:
             require_config_for_model_and_data(request)
     return request
 
@@ -158,8 +164,10 @@ def _config_path(text: str) -> Path:
     without its ending."""
     path = relative_to_cwd(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
-    if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
+    if os.path.isfile(path) or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path
+    if path.name != text:
+        return find_starter_file(path) or path
     shipped = Path("configs") / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
@@ -225,7 +233,9 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
     rows = [
         (
             f"--{name.lower()}",
-            f"{variable.help} (make: {name}={variable.example})".replace("%", "%%"),
+            (variable.help + f" (make: {name}={variable.example})" * is_makefile_near()).replace(
+                "%", "%%"
+            ),
             variable.kind,
         )
         for name, variable in VARIABLES.items()
@@ -326,7 +336,7 @@ def _launch_values(
 def require_config_for_model_and_data(request: Request) -> None:
     """Raise ConfigError where overrides give a model or data but no config is given: the starter
     has its own."""
-    if request.is_config_given or not request.overrides or not request.config.is_file():
+    if request.is_config_given or not request.overrides:
         return
     starter = load_config(request.config).config
     requested = load_config(request.config, overrides=request.overrides).config
@@ -354,8 +364,7 @@ def require_config_for_model_and_data(request: Request) -> None:
             " rows and settings. Write my.yaml:\n  model: {name:"
             f" {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n  data:"
             f" {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction:"
-            f" 0.05}}\nand name it: make {request.command} CONFIG=my.yaml (sft-play"
-            f" {request.command} --config my.yaml)"
+            f" 0.05}}\nand name it: make {request.command} CONFIG=my.yaml"
         )
 
 
@@ -372,20 +381,22 @@ def refuse_make_variables(overrides: Sequence[str]) -> None:
             )
         # `output={dir: x}` is a section of the run YAML
         if name in VARIABLES and key not in sections():
-            flag = (
-                f", or as --{name.lower()} {shlex.quote(one_line(text))}"
-                if VARIABLES[name].has_flag
-                else ""
-            )
+            flag = f", or as --{name.lower()}" if VARIABLES[name].has_flag else ""
+            if flag and VARIABLES[name].kind != "switch":
+                flag += f" {shlex.quote(one_line(text))}"
             remedy = f"give it to make (make plan {name}=...), or in the environment{flag}"
             raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {remedy}")
 
 
-def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[str]:
-    """Return the words of make that run a command with the config of this request."""
+def command_line(
+    request: Request, command: str, settings: Sequence[str], *, before: Sequence[str] = ()
+) -> str:
+    """Return the command line that runs a command with the config of this request, after the words
+    `before`."""
     config, run = request.is_config_given and request.config, command == "resume" and request.run
     variables = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
-    return ["make", command, *(f"{name}={text}" for name, text in variables.items() if text)]
+    words = (f"{name}={text}" for name, text in variables.items() if text)
+    return spell_commands(shlex.join([*before, "make", command, *words]))
 
 
 # --- what a request is about ----------------------------------------------------------------------
@@ -409,10 +420,7 @@ def refuse_hardware(request: Request) -> None:
 
 
 def request_output_dir(request: Request) -> Path:
-    """Return the folder of the run folders: the default where no config was given and there is no
-    starter."""
-    if not request.is_config_given and not request.config.is_file():
-        return output_dir(OutputConfig())
+    """Return the folder of the run folders."""
     return output_dir(
         load_config(request.config, overrides=request.overrides, with_adapter=False).config.output
     )
@@ -512,6 +520,7 @@ def write_result(result: CommandResult | int, request: Request) -> int:
         lines = [line.strip() for line in "\n".join(result.lines).splitlines()]
         reasons = [line for line in lines if line and not line.startswith(("Next:", "Written to:"))]
         reason = redact(reasons[-1]) if reasons else f"exit code {exit_code}; the log says why"
+    result = dataclasses.replace(result, data=spell_advice(result.data))
     data = add_exit_status(result.data, exit_code, reason)
     if request.out is not None and result.is_written_to_out:
         write_out_file(request.out, data if isinstance(result.data, dict) else result.data)
@@ -525,9 +534,24 @@ def write_result(result: CommandResult | int, request: Request) -> int:
     return exit_code
 
 
+def spell_advice(data: Any, *, is_advice: bool = False) -> Any:
+    """Write the commands in the advice of an answer's JSON as the user can type them. Other fields
+    may quote rows, and stay as they are."""
+    if isinstance(data, str) and is_advice:
+        return spell_commands(data)
+    if isinstance(data, (list, tuple)):
+        return [spell_advice(item, is_advice=is_advice) for item in data]
+    if not isinstance(data, dict):
+        return data
+    return {
+        key: spell_advice(value, is_advice=is_advice or key in ADVICE_FIELDS)
+        for key, value in data.items()
+    }
+
+
 def error_text(error: BaseException) -> str:
     """Return an exception's text for programs, without secrets; its class where it has none."""
-    return redact(str(error) or type(error).__name__)
+    return redact(spell_commands(str(error)) or type(error).__name__)
 
 
 def require_writable_out(out: Path, variable_name: str = "OUT") -> None:

@@ -9,7 +9,6 @@ in files; and the tokens of examples with the trained part in colour, here and a
 import dataclasses
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from sft_play.commands.diagnosing import check_result
 from sft_play.commands.request import (
     CommandResult,
     Request,
+    command_line,
     command_result,
-    make_argv,
     requested_hardware,
 )
 from sft_play.config.load import LoadedConfig, load_config
@@ -394,7 +393,7 @@ def _add_next_command(result: CommandResult, request: Request, config: RunConfig
         lines = [f"Not read yet: {finding.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
         settings += ["task_mode=cpt"] if request.command == "dapt-docx" else []
         settings += _file_settings(folder, data)
-    lines.append(f"Next: {shlex.join(make_argv(request, 'check', settings))}")
+    lines.append(f"Next: {command_line(request, 'check', settings)}")
     return dataclasses.replace(result, lines=[*result.lines, *lines])
 
 

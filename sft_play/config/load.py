@@ -67,13 +67,18 @@ class LoadedConfig:
 
 
 def load_config(
-    path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True
+    path: Path | str,
+    *,
+    overrides: Sequence[str] = (),
+    with_adapter: bool = True,
+    text: str | None = None,
 ) -> LoadedConfig:
     """Read the run that a YAML file and `key=value` overrides describe. `with_adapter`: False
-    leaves out the settings of `model.adapter`, whose folder may be gone. Raises ConfigError with
-    every problem and what to do."""
+    leaves out the settings of `model.adapter`, whose folder may be gone. `text`: stands for the
+    file's, and `path` is its name in errors. Raises ConfigError with every problem and what to
+    do."""
     path = Path(path)
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     config, stages = _parse_config(
         text, name=str(path), overrides=overrides, with_adapter=with_adapter
     )

@@ -134,10 +134,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_text(
-    path: Path,
-    *,
-    variable: str | None = None,
-    expected: str = "a run YAML, such as configs/run_bnb.yaml",
+    path: Path, *, variable: str | None = None, expected: str = "a run YAML (make new writes one)"
 ) -> str:
     """Read a UTF-8 file, without a byte order mark. `variable`: the variable that names it
     (`DEEPSPEED_CONFIG`); None: it is a run YAML. `expected`: what it should be. Raises ConfigError

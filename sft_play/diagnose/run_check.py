@@ -175,7 +175,9 @@ def check_run(
     except SftPlayError as error:
         findings.append(
             fail_finding(
-                "config", str(error), "fix the run YAML; configs/reference.yaml lists every option"
+                "config",
+                str(error),
+                "fix the run YAML; configs/reference.yaml of a checkout lists every option",
             )
         )
         return CheckReport(tuple(findings), time.monotonic() - start_time_s, config_path)

@@ -38,6 +38,7 @@ from sft_play.runs.folder import (
     write_text,
 )
 from sft_play.text import GIB, build_table, format_duration, format_size, render_lines
+from sft_play.variables import spell_commands
 
 logger = logging.getLogger(__name__)
 
@@ -665,7 +666,7 @@ def _run_section(record: RunRecord) -> ReportSection:
         "commit": git.get("commit"),
         "weights": record.summary.get("model_path"),
         "again": (
-            f"make reproduce RUN={record.folder.shell_path}"
+            spell_commands(f"make reproduce RUN={record.folder.shell_path}")
             if manifest.get("config_path")
             else None
         ),

@@ -27,6 +27,7 @@ from sft_play.runs.folder import CodeTrust, RunFolder, disk_refusal_reason, read
 from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.checkpoints.checkpoints import require_unchanged
+from sft_play.variables import spell_commands
 
 # What a run is merged and exported to is known here, before any library is imported.
 ExportFormat = Literal["gguf", "ollama", "vllm"]
@@ -49,13 +50,8 @@ MERGE_FILE = "merge.json"
 def next_command_line(command: str, *arguments: str, **variables: str | Path) -> str:
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads
     them."""
-    return " ".join(
-        [
-            f"Next: make {command}",
-            *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
-            *arguments,
-        ]
-    )
+    words = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+    return spell_commands(" ".join([f"Next: make {command}", *words, *arguments]))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from sft_play.process.signals import (
 from sft_play.runs.folder import CRASH_ENTRY, RunFolder
 from sft_play.runs.lookup import WRITER, lock_run
 from sft_play.training.heartbeat import read_note
+from sft_play.variables import spell_commands
 
 # The command that started the ranks, which messages begin with.
 COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             exit_code = 2
         if text:
             sys.stdout.flush()
-            sys.stderr.write(redact(f"{escape_control(text)}\n"))
+            sys.stderr.write(redact(f"{spell_commands(escape_control(text))}\n"))
             sys.stderr.flush()
         if exit_code:
             failures.kill_leftovers(os.getpid(), grace_s=LEFTOVER_TIMEOUT_S)

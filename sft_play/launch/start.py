@@ -303,7 +303,7 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             if name == BASE_NAME:
                 description = (
                     f"{name}, the starter's two million parameters ({request.loaded.path}; a run of"
-                    " yours: CONFIG=my.yaml)"
+                    " yours: make train CONFIG=my.yaml)"
                 )
             logger.info("Base model: %s", one_line(description, limit=400))
         request = resolve_launch_request(request)

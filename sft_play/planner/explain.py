@@ -925,7 +925,7 @@ def plan_lines(
     plan: Plan, config: RunConfig, *, command: str | None, node_commands: Sequence[str] = ()
 ) -> list[str]:
     """Everything that `make plan WHY=1` prints. `command` None: no command starts it.
-    `node_commands`: lines with the command of each node."""
+    `node_commands`: lines that stand for it, such as the command of each node."""
     lines = [
         *hardware_lines(plan.hardware),
         choice_line(plan),
@@ -937,7 +937,7 @@ def plan_lines(
     if not plan.fits:
         return lines + candidate_lines + suggestion_lines(plan)
     lines += speed_lines(plan) + candidate_lines
-    if command is not None:
+    if command is not None or node_commands:
         lines += list(node_commands) or [f"Launch: {command}"]
     return lines
 

@@ -19,6 +19,7 @@ from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed
 from sft_play.runs.folder import RunFolder, installed_versions, kept_overrides, remote_code_keys
 from sft_play.runs.lookup import RunLock
+from sft_play.variables import spell_commands
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,10 @@ def resume_command(job: RunJob) -> str:
     folder, settings = job.folder.whole_run.path, kept_overrides(job.loaded.overrides)
     # a run folder does not allow code that comes with a model, so that the command has to
     if folder.parent == Path(OutputConfig().dir) and not remote_code_keys(job.loaded.config.model):
-        return shlex.join(["make", "resume", f"RUN={folder.name}"])
+        return spell_commands(shlex.join(["make", "resume", f"RUN={folder.name}"]))
     words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
-    return shlex.join([*words, f"SET={shlex.join(settings)}"] if settings else words)
+    words += [f"SET={shlex.join(settings)}"] if settings else []
+    return spell_commands(shlex.join(words))
 
 
 # --- what later plans on this machine remember of a run -------------------------------------------

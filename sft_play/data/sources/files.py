@@ -40,6 +40,7 @@ from sft_play.data.sources.raw import (
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
+from sft_play.starter import find_starter_file
 
 # What a data file is: its content decides; its name only between kinds that the content could be.
 
@@ -326,7 +327,7 @@ def _locate(value: str, encoding: str) -> Path | DataSource | None:
 def _existing_path(value: str) -> Path | None:
     try:
         path = Path(value).expanduser()
-        return path if path.exists() else None
+        return path if path.exists() else find_starter_file(path)
     # too long for the file system; ~someone who does not exist; a NUL
     except (OSError, RuntimeError, ValueError):
         return None
