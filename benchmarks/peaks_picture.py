@@ -22,7 +22,7 @@ def picture() -> str:
         f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#999"/>',
         f'<path d="M{LEFT} {TOP + SIDE}L{LEFT + SIDE} {TOP}" stroke="#999"/>',
         f'<text x="{LEFT}" y="24" font-size="14">Peak memory of a GPU, GiB of tensors</text>',
-        f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 42}" text-anchor="middle">predicted, before anything loads</text>',
+        f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 42}" text-anchor="middle">predicted, before loading</text>',
         f'<text transform="translate(18 {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">measured</text>',
     ]
     for tick in TICKS_GIB:
@@ -70,5 +70,7 @@ def _h100_peaks() -> list[tuple[float, float]]:
     runs = json.loads((FOLDER / "experts_h100.json").read_text())["runs"].values()
     said = [match for run in runs for text in run.get("said", ()) if (match := line.search(text))]
     peaks = [(float(match[1]), float(match[2])) for match in said]
-    blocks = json.loads((FOLDER / "gpu_bench_h100.json").read_text())["trials"]["4b-lora-2048-blocks"]["runs"]["ours"][0]
+    blocks = json.loads((FOLDER / "gpu_bench_h100.json").read_text())["trials"]["4b-lora-2048-blocks"]["runs"]["ours"][
+        0
+    ]
     return [*peaks, (blocks["predicted"]["allocated_bytes"] / GIB, blocks["allocated_bytes"] / GIB)]
