@@ -32,7 +32,7 @@ from sft_play.training.model.grouped_adapters import (
     find_shared_inputs,
     group_adapters,
 )
-from sft_play.training.model.streamed_base import frozen_parameters, move_blocks
+from sft_play.training.model.streamed_base import move_blocks
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
@@ -216,8 +216,10 @@ class TracedLoop:
         for block in stream.blocks:
             scales = build.scales_of(block)
             scale_bytes = max(scale_bytes, sum(scale.nbytes for scale in scales))
-            for tensor in (*frozen_parameters(block), *scales):
+            for tensor in scales:
                 resident.pop(id(tensor), None)
+        for name in stream.streamed_parameters():
+            resident.pop(name, None)
         self.log.record_alloc(PLACES * scale_bytes)
         for tensor in resident.values():
             self.log.record_tensor(tensor)

@@ -7,9 +7,10 @@ visit is one copy and nothing else, and what autograd kept of a weight in the fo
 again when its block has come back for the backward pass. Nothing is written back: nothing changes.
 """
 
+import collections
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +59,7 @@ class BlockStream:
         self._tensors: list[list[_FrozenTensor]] = []
         self._places: list[torch.Tensor] = []
         # Which block each place holds, and when its copy is over.
+        self._shared: set[int] = set()
         self._held: list[int | None] = [None] * PLACES
         self._copied: list[Any] = [None] * PLACES
         self._copy_stream = torch.cuda.Stream(device) if self.is_pinned else None
@@ -73,9 +75,11 @@ class BlockStream:
         return sum(place.nbytes for place in self._places)
 
     @torch.no_grad()
-    def add(self, block: nn.Module) -> None:
-        """Move the frozen tensors of a block to RAM; what they took elsewhere is free then."""
-        frozen = list(_frozen_tensors(block))
+    def add(self, block: nn.Module, shared: Collection[int] = ()) -> None:
+        """Move the frozen tensors of a block to RAM; what they took elsewhere is free then.
+        `shared`: the parameters, by their `id`, that stay where they are."""
+        self._shared.update(shared)
+        frozen = list(_frozen_tensors(block, shared))
         offsets, total_bytes = [], 0
         for tensor, _ in frozen:
             offsets.append(total_bytes)
@@ -93,12 +97,17 @@ class BlockStream:
         self._host.append(host)
         self._tensors.append(tensors)
 
+    def streamed_parameters(self) -> set[int]:
+        """The parameters, by their `id`, that lie in RAM."""
+        return {id(one) for block in self.blocks for one in frozen_parameters(block)} - self._shared
+
     def check(self) -> None:
         """Raise TrainingError where a block has a frozen weight outside of its place."""
         for index, block in enumerate(self.blocks):
             place = self._places[index % PLACES].untyped_storage().data_ptr()
             for parameter in frozen_parameters(block):
-                if parameter.untyped_storage().data_ptr() != place:
+                is_here = parameter.untyped_storage().data_ptr() == place
+                if not is_here and id(parameter) not in self._shared:
                     raise TrainingError(
                         f"the plan says streamed, but block {index} holds weights of its own on"
                         f" {parameter.device}; nothing was trained"
@@ -181,7 +190,7 @@ def stream_base(model: nn.Module, device: torch.device) -> BlockStream:
     """Let the frozen weights of a model's blocks stay in RAM and visit `device`, where all of the
     rest is moved. The model is in RAM; what trains is decided."""
     stream = move_blocks(model, device)
-    streamed = {id(parameter) for block in stream.blocks for parameter in frozen_parameters(block)}
+    streamed = stream.streamed_parameters()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in streamed:
@@ -203,9 +212,15 @@ def stream_base(model: nn.Module, device: torch.device) -> BlockStream:
 def move_blocks(model: nn.Module, device: torch.device) -> BlockStream:
     """Move the frozen tensors of all blocks of a model to where they stay in RAM; their visits to
     `device` are not begun."""
+    blocks = decoder_layers(model)
+    # what two blocks share has no place of one of them, and stays on the device
+    counts = collections.Counter(
+        id(parameter) for block in blocks for parameter in frozen_parameters(block)
+    )
+    shared = {name for name, count in counts.items() if count > 1}
     stream = BlockStream(device)
-    for block in decoder_layers(model):
-        stream.add(block)
+    for block in blocks:
+        stream.add(block, shared)
     return stream
 
 
@@ -236,13 +251,13 @@ def _view(flat: torch.Tensor, tensor: _FrozenTensor) -> torch.Tensor:
 
 
 def _frozen_tensors(
-    block: nn.Module,
+    block: nn.Module, shared: Collection[int]
 ) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
     """Yield the tensors of a block that do not train, with what puts another in their stead: its
     weights, and what NF4 keeps beside the packed ones."""
     for module in block.modules():
         for parameter in module._parameters.values():
-            if parameter is None or parameter.requires_grad:
+            if parameter is None or parameter.requires_grad or id(parameter) in shared:
                 continue
             yield parameter.data, partial(setattr, parameter, "data")
             yield from _state_tensors(getattr(parameter, "quant_state", None))
