@@ -80,7 +80,7 @@ def test_a_streamed_run_is_the_resident_one_to_the_bit(tmp_path, succeed, name):
 
 
 @pytest.mark.build
-def test_a_run_goes_on_from_streamed_to_resident_and_is_answered_block_by_block(tmp_path, succeed):
+def test_a_run_goes_on_from_streamed_to_resident_and_is_answered_block_by_block(tmp_path, succeed, monkeypatch):
     rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}") for n in range(16)))
     run = write_run(tmp_path, base_of(tmp_path / "base", "dense"), rows, tuning={"mode": "qlora"},
                     train={"max_steps": 4})  # fmt: skip
@@ -88,6 +88,7 @@ def test_a_run_goes_on_from_streamed_to_resident_and_is_answered_block_by_block(
     succeed("train", "--config", str(run), "--strategy", "streamed", "output.name=parts", "train.stop_after_steps=2")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("what is 3?\n")
+    monkeypatch.setenv("INPUT", str(prompts))
     outputs = [tmp_path / "streamed.jsonl", tmp_path / "single.jsonl"]
     succeed("resume", "--run", str(tmp_path / "outputs/parts"), "--strategy", "single")
     whole, parts = (trained(tmp_path / "outputs" / name) for name in ("whole", "parts"))
@@ -95,8 +96,8 @@ def test_a_run_goes_on_from_streamed_to_resident_and_is_answered_block_by_block(
     assert all(torch.equal(value, parts[1][key]) for key, value in whole[1].items())
     succeed("train", "--config", str(run), "--strategy", "streamed", "output.name=streamed")
     for name, output in zip(("streamed", "whole"), outputs, strict=True):
-        said = succeed("infer", "--run", str(tmp_path / "outputs" / name), "--input", str(prompts), "--output",
-                       str(output))  # fmt: skip
+        monkeypatch.setenv("OUTPUT", str(output))
+        said = succeed("infer", "--run", str(tmp_path / "outputs" / name))
         assert ("go over the bus" in said) is (name == "streamed")
     answers = [json.loads(output.read_text())["answer"] for output in outputs]
     assert answers[0] == answers[1]
