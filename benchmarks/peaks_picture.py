@@ -22,7 +22,7 @@ def picture() -> str:
         f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#999"/>',
         f'<path d="M{LEFT} {TOP + SIDE}L{LEFT + SIDE} {TOP}" stroke="#999"/>',
         f'<text x="{LEFT}" y="24" font-size="14">Peak memory of a GPU, GiB of tensors</text>',
-        f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 42}" text-anchor="middle">predicted, before anything loads</text>',
+        f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 42}" text-anchor="middle">predicted, before loading</text>',
         f'<text transform="translate(18 {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">measured</text>',
     ]
     for tick in TICKS_GIB:

@@ -18,7 +18,9 @@ MODELS = (
     *("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-14B"),
     *("google/gemma-3-27b-it", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct"),
 )
-MODES = ("qlora", "lora", "full")
+MODES = ("qlora", "lora", "full", "qlora, streamed")
+"""The columns; of the last one the base stays in RAM_GIB of RAM."""
+RAM_GIB = 64
 ROW_TOKENS, ROWS = 2048, 16
 """Tokens of a row, and rows of an optimizer step, at which the speed is predicted."""
 MEASURED = {("Qwen/Qwen3-4B", "lora", "H100"): 13_160}
@@ -27,7 +29,8 @@ MEASURED = {("Qwen/Qwen3-4B", "lora", "H100"): 13_160}
 _BASE = ROOT / "configs" / "run_bnb.yaml"
 _ABOUT = """# What fits where
 
-One card, nothing offloaded to RAM, rows of one length, {rows} rows an optimizer step, as `make plan` predicts it
+One card, nothing offloaded to RAM but in the last column, whose base stays in {ram} GiB of it
+([streamed.md](streamed.md)), rows of one length, {rows} rows an optimizer step, as `make plan` predicts it
 (closed form, no trace). Written by `make -C benchmarks generate`; the figures are of {date}.
 
 Each cell has the longest rows that fit (tokens, with one row per pass and every layer recomputed), and for rows of
@@ -39,15 +42,16 @@ CONFIG=my.yaml HARDWARE=1xRTX4090 MAX=seq_len`.
 """
 
 
-def cell(model: str, mode: str, card: str) -> str:
+def cell(model: str, column: str, card: str) -> str:
     """What fits of one model in one mode on one card: the longest rows, and how fast rows of ROW_TOKENS train."""
+    mode, _, streamed = column.partition(", ")
     overrides = (
         f"model.name={model}", f"tuning.mode={mode}", f"model.max_seq_len={ROW_TOKENS}",
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
     )  # fmt: skip
     config = load_config(_BASE, overrides=overrides).config
-    shape, machine = load_run_model_shape(config), parse_hardware(f"1x{card}")
-    request = PlanRequest(config, shape, machine, ("single",), has_eval=False)
+    shape, machine = load_run_model_shape(config), parse_hardware(f"1x{card},ram={RAM_GIB}GiB")
+    request = PlanRequest(config, shape, machine, ("streamed" if streamed else "single",), has_eval=False)
     longest = find_largest_fit("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None:
@@ -58,7 +62,7 @@ def cell(model: str, mode: str, card: str) -> str:
     share = plan.speed_error.share if plan.speed_error else None
     error = "?" if share is None else f"±{share:.0%}"
     speed, hours = plan.speed.tokens_per_s, 1e6 / plan.speed.tokens_per_s / 3600
-    if (model, mode, card) in MEASURED:
+    if (model, column, card) in MEASURED:
         error += f" (measured by plain code: {MEASURED[model, mode, card]:,})"
     return f"{longest:,}; micro {plan.batch.micro_batch}, {speed:,.0f}/s {error}, {hours:.2g} h"
 
@@ -78,4 +82,4 @@ def page(before: str = "") -> str:
     _, _, old = before.partition("\n\n## ")
     if old and written == f"\n## {old}":
         return before
-    return _ABOUT.format(rows=ROWS, tokens=ROW_TOKENS, date=datetime.now(UTC).date()) + written
+    return _ABOUT.format(ram=RAM_GIB, rows=ROWS, tokens=ROW_TOKENS, date=datetime.now(UTC).date()) + written

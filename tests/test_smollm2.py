@@ -1,4 +1,4 @@
-"""configs/run_smollm2.yaml the whole way, on the real weights that `../shared/real_model.py` writes and 60 rows of GSM8K."""
+"""configs/run_smollm2.yaml the whole way, on real weights (`../shared/real_model.py`) and 60 rows of GSM8K."""
 
 import json
 import os

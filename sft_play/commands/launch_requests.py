@@ -24,7 +24,7 @@ from sft_play.launch.torchrun import (
 )
 from sft_play.log import escape_control, one_line, set_up_logging
 from sft_play.machine.network import RENDEZVOUS_TIMEOUT_S
-from sft_play.planner.layout import parse_mesh
+from sft_play.planner.layout import ONE_PROCESS_LAYOUTS, parse_mesh
 from sft_play.process.failures import format_ranks
 from sft_play.runs.folder import check_remote_code
 
@@ -84,7 +84,7 @@ def launch_request_from(request: Request) -> LaunchRequest:
     # the only process that another launcher started launches no others
     launches_ranks = command in LAUNCHING_COMMANDS and read_rank_info(os.environ) is None
     if not launches_ranks:
-        if options.strategy not in (None, "single") or options.deepspeed:
+        if options.strategy not in (None, *ONE_PROCESS_LAYOUTS) or options.deepspeed:
             raise ConfigError(
                 f"{command} runs one process, and a layout or DeepSpeed was asked for: use"
                 " train-distributed or train-deepspeed, or start the ranks with torchrun"
@@ -118,7 +118,7 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
             f" and the launcher started {started_processes}: leave out NPROC=, or give the launcher"
             " the same number"
         )
-    wants_engine = options.deepspeed or options.strategy not in (None, "single")
+    wants_engine = options.deepspeed or options.strategy not in (None, *ONE_PROCESS_LAYOUTS)
     # no launcher that is known here set RANK: it may be left from a notebook or another run
     may_be_left_over = (
         "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()

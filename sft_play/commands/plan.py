@@ -332,7 +332,7 @@ def _plan_whatif_cells(
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = None) -> str:
     """Return the command that starts the planned run, on the first of its nodes."""
-    uses_ranks = plan.layout != "single"
+    uses_ranks = not plan.choice.layout.is_one_process
     target = "train-distributed" if uses_ranks else "train"
     if deepspeed_file:
         target = "train-deepspeed"

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -366,6 +367,30 @@ def hub_cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
+def check_pinned_memory(pinned_bytes: int, limit: int, *, is_wsl: bool) -> Finding:
+    """Check that the system lets a streamed base be pinned; `limit`: bytes that a process may lock,
+    negative without one."""
+    name, size_text = (
+        "pinned memory",
+        f"{pinned_bytes / GIB:.1f} GiB of the base stay in pinned RAM",
+    )
+    if is_wsl:
+        return Finding(
+            name,
+            "WARN",
+            f"{size_text}, and WSL has been seen to give 0.5 to 1 GiB: the rest is copied unpinned",
+            "start Linux itself for this run, or expect a slower bus",
+        )
+    if 0 <= limit < pinned_bytes:
+        return Finding(
+            name,
+            "WARN",
+            f"{size_text}, and a process may lock {limit / GIB:.1f}: most drivers pin beyond that",
+            "ulimit -l unlimited, or docker run --ulimit memlock=-1",
+        )
+    return pass_finding(name, f"{size_text}, within what a process may lock")
+
+
 def check_disk(
     disk_usage: DiskUsage,
     *,
@@ -522,6 +547,10 @@ def run_doctor(
         config, shape = planned_run.config, planned_run.shape
         findings.append(check_run_starts(config, machine, environment, params=shape.params))
         findings += disk_findings(config, shape, planned_run.plan, options)
+        if planned_run.plan.choice.layout.is_streamed:
+            limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            pinned_bytes = planned_run.plan.choice.host_required
+            findings.append(check_pinned_memory(pinned_bytes, limit, is_wsl=machine.pages))
     findings += _multi_rank_findings(facts, options, gpu_finding, environment, meeting_s=meeting_s)
     return DoctorReport(tuple(findings), time.monotonic() - start_time_s)
 

@@ -165,10 +165,12 @@ def _read_host_speed(
 def _host_speed_line(data: Mapping[str, Any]) -> str:
     speed = data["host_speed"]
     if speed is not None:
-        return (
-            f"Host: {speed['operator_s'] * 1e6:.1f} us for an operator of a pass, measured by"
-            f" {speed['measured_by']} ({speed['date']})"
-        )
+        figures = []
+        if speed["operator_s"]:
+            figures.append(f"{speed['operator_s'] * 1e6:.1f} us for an operator of a pass")
+        if speed["bus_bytes_per_s"]:
+            figures.append(f"{speed['bus_bytes_per_s'] / 1e9:.1f} GB/s from pinned RAM to the card")
+        return f"Host: {', '.join(figures)}, measured by {speed['measured_by']} ({speed['date']})"
     if not data["number_of_gpus"]:
         return "Host: not measured, since there is no GPU that it starts kernels on"
     return "Host: not measured yet (FULL=1 does, and every run on one GPU)"

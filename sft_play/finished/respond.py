@@ -43,6 +43,7 @@ from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.process.waiting import report_wait
 from sft_play.runs.folder import first_start_date
+from sft_play.text import GIB
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.measure.exact_match import (
@@ -65,6 +66,7 @@ from sft_play.training.model.model_loading import (
     require_all_weights,
     silence_load_report,
 )
+from sft_play.training.model.streamed_base import stream_base
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -102,7 +104,17 @@ def load_base_model(run: FinishedRun) -> Any:
         config, precision, tokenizer_size=len(loaded.tokenizer), new_rows=loaded.new_rows
     )
     attention_functions.enable_cudnn(enabled=False)  # answers have a new length for every token
-    model = load_model(config, precision, spec, device=default_device())
+    device, is_streamed = torch.device(default_device()), run.plan().choice.layout.is_streamed
+    packs_on = device if is_streamed and device.type == "cuda" else None
+    home = "cpu" if is_streamed else str(device)
+    model = load_model(config, precision, spec, device=home, packs_on=packs_on)
+    if is_streamed:
+        stream = stream_base(model, device)
+        logger.info(
+            "The base stays in RAM, as in training: for each token of an answer %.1f GiB go over"
+            " the bus",
+            stream.host_bytes / GIB,
+        )
     # training switches it off; without it each new token reads the whole prompt again
     model.config.use_cache = True
     return model.eval()

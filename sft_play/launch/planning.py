@@ -100,6 +100,7 @@ from sft_play.planner.kernels import require_attention_package
 from sft_play.planner.layout import (
     DEEPSPEED_LAYOUTS,
     LAYOUT_NAMES,
+    ONE_PROCESS_LAYOUTS,
     LayoutName,
     find_layouts,
     format_mesh,
@@ -781,6 +782,8 @@ def build_stage_request(
     config, strategy = loaded.config, options.strategy
     if previous is not None and strategy is None and options.deepspeed is None:
         strategy = previous.kept_layout(hardware.ranks)
+        if options.trains_in_process and strategy not in ONE_PROCESS_LAYOUTS:
+            strategy = None
     deepspeed_config, deepspeed_name = None, "DeepSpeed"
     if options.deepspeed is not None:
         deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(
@@ -818,7 +821,11 @@ def build_stage_request(
             resumed_batch.effective_batch,
         )
     refuse_impossible_strategy(config, hardware, strategy)
-    layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
+    layouts = layout_choices(hardware.ranks)
+    if strategy:
+        layouts = (strategy,)
+    elif options.trains_in_process:
+        layouts = ONE_PROCESS_LAYOUTS
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
     keeps_params = bool(

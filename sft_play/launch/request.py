@@ -53,6 +53,7 @@ from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import (
     DEEPSPEED_LAYOUTS,
     LAYOUT_NAMES,
+    ONE_PROCESS_LAYOUTS,
     LayoutName,
     Mesh,
     PreviousRun,
@@ -95,6 +96,8 @@ class LaunchOptions:
     `processes_per_node` counts one node's."""
 
     strategy: LayoutName | None = None
+    # This process trains alone, without an engine around the model.
+    trains_in_process: bool = False
     processes_per_node: int | None = None
     gpus: tuple[int, ...] = ()
     nodes: NodeSetup = field(default_factory=NodeSetup)
@@ -305,7 +308,7 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
             # torch and accelerate would wait for others, as a notebook or a guide asked
             for name in RENDEZVOUS_VARIABLES:
                 os.environ.pop(name, None)
-            options = replace(options, strategy="single")
+            options = replace(options, trains_in_process=True)
         # under a parent of ours, which has read them, they are left over
         elif accelerate_config is not None and rank_info.run_folder is None:
             options = fill_from_accelerate(options, accelerate_config, mesh)
@@ -540,7 +543,7 @@ def resume_request(
         previous is not None and previous.layout in DEEPSPEED_LAYOUTS
     )
     is_one_rank = options.processes_per_node == 1 and options.nodes.count == 1 and not has_engine
-    launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
+    launches_ranks = not (is_one_rank and options.strategy in (None, *ONE_PROCESS_LAYOUTS))
     return LaunchRequest(
         loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder
     )

@@ -1,9 +1,10 @@
-"""How fast this machine's host starts kernels, as it was measured: one entry for each kind of
-device, in the cache beside the record of runs."""
+"""How fast this machine's host starts kernels and sends bytes to a card, as it was measured: one
+entry for each kind of device, in the cache beside the record of runs."""
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,24 +18,44 @@ HOST_SPEED_FILE = "host_speed.json"
 @dataclass(frozen=True)
 class HostSpeed:
     """Seconds of the host for an operator of a backward pass, with the device that it started
-    kernels on, and who measured it on which day."""
+    kernels on, and who measured it on which day; bytes per second from pinned RAM to the device.
+    0: not measured."""
 
     device: str
     operator_s: float
     measured_by: str
     date: str
+    bus_bytes_per_s: float = 0.0
 
 
 _SPEEDS_ADAPTER = TypeAdapter(dict[str, HostSpeed])
 
 
-def save_host_speed(device: str, operator_s: float, *, measured_by: str) -> None:
-    """Keep a measurement of today in place of an earlier one; a cache that cannot be written keeps
-    none."""
+def save_host_speed(
+    device: str, operator_s: float, *, measured_by: str, bus_bytes_per_s: float = 0.0
+) -> None:
+    """Keep a measurement of today in place of an earlier one, whose bus stays where it was not
+    measured again; a cache that cannot be written keeps none."""
     if not 0 < operator_s < 1:  # a clock that stood still
         return
     today = datetime.now(UTC).date().isoformat()
-    speeds = load_host_speeds() | {device: HostSpeed(device, operator_s, measured_by, today)}
+    speeds = load_host_speeds()
+    if not bus_bytes_per_s and device in speeds:
+        bus_bytes_per_s = speeds[device].bus_bytes_per_s
+    speeds[device] = HostSpeed(device, operator_s, measured_by, today, bus_bytes_per_s)
+    _write_speeds(speeds)
+
+
+def save_bus_rate(device: str, bus_bytes_per_s: float, *, measured_by: str) -> None:
+    """Keep what was measured of the bus alone, beside what is known of the host."""
+    speeds = load_host_speeds()
+    today = datetime.now(UTC).date().isoformat()
+    known = speeds.get(device, HostSpeed(device, 0.0, measured_by, today))
+    speeds[device] = replace(known, bus_bytes_per_s=bus_bytes_per_s)
+    _write_speeds(speeds)
+
+
+def _write_speeds(speeds: Mapping[str, HostSpeed]) -> None:
     with contextlib.suppress(OSError):
         text = json.dumps({name: asdict(one) for name, one in speeds.items()}, indent=1)
         atomic.write(cache_dir() / HOST_SPEED_FILE, text + "\n")
@@ -46,5 +67,5 @@ def load_host_speeds(folder: Path | None = None) -> dict[str, HostSpeed]:
         speeds = _SPEEDS_ADAPTER.validate_json(
             ((folder or cache_dir()) / HOST_SPEED_FILE).read_bytes()
         )
-        return {name: speed for name, speed in speeds.items() if 0 < speed.operator_s < 1}
+        return {name: speed for name, speed in speeds.items() if 0 <= speed.operator_s < 1}
     return {}

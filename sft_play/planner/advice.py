@@ -672,7 +672,10 @@ def _layouts_with_known_ram(request: PlanRequest) -> tuple[Layout, ...]:
         layout
         for layout in layouts
         if layout.name in request.allowed_layouts
-        and (hardware.ram_given or not (layout.offloads_states or always_offloads))
+        and (
+            hardware.ram_given
+            or not (layout.offloads_states or layout.is_streamed or always_offloads)
+        )
     )
 
 

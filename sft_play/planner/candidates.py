@@ -109,7 +109,7 @@ class Candidate:
     @property
     def offloads(self) -> bool:
         """True if a step keeps anything in RAM."""
-        return self.layout.offloads_states or self.step.offloads
+        return self.layout.offloads_states or self.layout.is_streamed or self.step.offloads
 
     @property
     def budget_ratio(self) -> float:
@@ -211,14 +211,18 @@ class PlanInputs:
     def layout_rates(self, layout: Layout) -> Rates:
         """The rates as earlier runs and the measured host correct them. A run of which only the
         mean speed is known corrects the speed by rates without a measured host."""
-        correction = self.find_correction(layout)
+        correction, rates = self.find_correction(layout), self.rates
+        if self.host_speed is not None and self.host_speed.bus_bytes_per_s:
+            rates = dataclasses.replace(rates, bus_bytes_per_s=self.host_speed.bus_bytes_per_s)
         if correction.host_factor is not None:
             return dataclasses.replace(
-                self.rates, host_factor=correction.host_factor, card_factor=correction.card_factor
+                rates, host_factor=correction.host_factor, card_factor=correction.card_factor
             )
         if correction.has_measured_speed or self.host_speed is None:
-            return self.rates
-        return dataclasses.replace(self.rates, operator_s=self.host_speed.operator_s)
+            return rates
+        if not self.host_speed.operator_s:  # the bus alone was measured
+            return rates
+        return dataclasses.replace(rates, operator_s=self.host_speed.operator_s)
 
     def layout_precision(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -457,6 +461,10 @@ def build_candidate(
         host_required = max(
             offloaded_bytes + memory.host_save_bytes, memory.host_load_bytes * reader_count
         )
+        if layout.is_streamed:  # read to stay there
+            host_required = offloaded_bytes + max(
+                memory.host_save_bytes, memory.host_load_bytes * reader_count
+            )
     # of the step with its evaluation, because both are one run's
     correction = inputs.find_correction(layout)
     speed = predict_step_speed(inputs, precision, step, inputs.layout_rates(layout))
@@ -592,12 +600,21 @@ def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | N
     return max_evaluation_rows(simulation)
 
 
+# How much faster than what fits as a whole a streamed base must be predicted: its speed was
+# measured on no card yet.
+STREAMED_LEAD = 1.25
+
+
 def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
     """Choose among the candidates that fit; None where none does. Offload only if nothing else
-    fits: its speed is hardly known."""
+    fits: its speed is hardly known. A streamed base where nothing else fits but offload, or where
+    it is clearly faster."""
     candidates = [
         one for one in candidates if one.fits and not one.layout.offloads_states
     ] or candidates
+    resident = [one for one in candidates if not one.layout.is_streamed]
+    if fastest_speed(candidates) < STREAMED_LEAD * fastest_speed(resident):
+        candidates = resident
     min_speed = EQUAL_SPEED_SHARE * fastest_speed(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves
     # most memory free

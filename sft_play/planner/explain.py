@@ -15,6 +15,7 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import format_batch_product, format_changed_batch
 from sft_play.planner.candidates import (
     EQUAL_SPEED_SHARE,
+    STREAMED_LEAD,
     Candidate,
     PlanInputs,
     build_candidate,
@@ -28,14 +29,18 @@ from sft_play.planner.candidates import (
 from sft_play.planner.kernels import PlannedKernels, plan_experts
 from sft_play.planner.layout import LAYOUT_PREFERENCE, Layout
 from sft_play.planner.memory.estimate import MAX_WHOLE_BYTES, MAX_WHOLE_SAVE_S, RUN_PHASES
-from sft_play.planner.memory.model_states import loads_by_unit
+from sft_play.planner.memory.model_states import loads_by_unit, streamed_bytes
 from sft_play.planner.memory.step_memory import (
     MeasuredStepSimulation,
     create_step_simulation,
     is_padded,
 )
 from sft_play.planner.plan import Plan, RunLength, format_parameters
-from sft_play.planner.precision import DTYPE_SHORT_NAMES, ineffective_distributed_options
+from sft_play.planner.precision import (
+    DTYPE_BYTES,
+    DTYPE_SHORT_NAMES,
+    ineffective_distributed_options,
+)
 from sft_play.planner.speed import (
     EXPERTS_PART,
     LINEAR_ATTENTION_PART,
@@ -115,6 +120,7 @@ def plan_reasons(
         *ineffective_distributed_options(config, choice.layout.name),
         *(correction.reason, correction.warning),
         _host_reason(inputs, choice),
+        _stream_reason(inputs, choice),
         *slow_code_reasons(config, shape, choice, inputs.rates.missing_packages),
         kernels.reason,
         *notes,
@@ -161,13 +167,35 @@ def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
     )
 
 
+def _stream_reason(inputs: PlanInputs, choice: Candidate) -> str:
+    """What a streamed base sends over the bus, and how much of it the computation hides; empty for
+    another layout."""
+    if not choice.layout.is_streamed:
+        return ""
+    parts, step, passes = choice.speed.parts, choice.step, choice.batch.grad_accum
+    itemsize = DTYPE_BYTES[choice.precision.load]
+    sent_bytes = 2 * streamed_bytes(inputs.config, inputs.shape, itemsize) * passes
+    rate = inputs.layout_rates(choice.layout).bus_bytes_per_s
+    hidden_share = 1 - parts.get("bus", 0.0) / (sent_bytes / rate)
+    source = "as for cards of its kind"
+    if inputs.host_speed is not None and inputs.host_speed.bus_bytes_per_s:
+        source = f"measured by {inputs.host_speed.measured_by} ({inputs.host_speed.date})"
+    if not step.on_gpu:
+        return "the base stays in one part of RAM and visits another, as it would a GPU"
+    return (
+        f"the base visits from RAM: {sent_bytes / GIB:.0f} GiB a step at {rate / 1e9:.0f} GB/s"
+        f" ({source}); {plural(passes, 'pass', 'passes')} of {step.tokens:,} tokens hide"
+        f" {max(0.0, hidden_share):.0%} of it"
+    )
+
+
 def _host_reason(inputs: PlanInputs, choice: Candidate) -> str:
     """What the host's speed is from; where it was not measured, the speeds that it may come to.
     Empty where the quickest and the slowest host come to the same."""
     measured, correction = inputs.host_speed, inputs.find_correction(choice.layout)
     if not choice.step.on_gpu or correction.has_measured_speed:
         return ""
-    if measured is not None:
+    if measured is not None and measured.operator_s:
         return (
             f"host: {measured.operator_s * 1e6:.0f} us an operator, measured by"
             f" {measured.measured_by} ({measured.date})"
@@ -377,6 +405,11 @@ def rejection_reason(
             return (
                 f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)}"
                 " GiB of RAM on each node"
+            )
+        if candidate.layout.is_streamed and speed_ratio > 1:
+            return (
+                f"predicted {format_relative_speed(speed_ratio)}, and a streamed base, whose speed"
+                f" was measured on no card, is taken from {STREAMED_LEAD:g} times on: {fit_text}"
             )
         is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(
             choice.layout.name
@@ -602,7 +635,10 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
 
 
 def _format_mode(plan: Plan, config: RunConfig) -> str:
-    return MODE_NAMES[config.tuning.mode] + f" in {plan.layout}" * (plan.layout != "single")
+    mode = MODE_NAMES[config.tuning.mode]
+    if plan.choice.layout.is_streamed:
+        return f"{mode}, base streamed from RAM"
+    return mode + f" in {plan.layout}" * (plan.layout != "single")
 
 
 def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:

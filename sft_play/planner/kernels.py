@@ -17,7 +17,7 @@ from sft_play.log import one_line
 from sft_play.machine.software import LIGER_PACKAGE, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.precision import DTYPE_BYTES, DTYPE_SHORT_NAMES, Precision
+from sft_play.planner.precision import DTYPE_BYTES, DTYPE_SHORT_NAMES, UNSHARDED_LAYOUTS, Precision
 
 # Which attention code runs, by one rule for the plan, which knows the shape, and the run, which
 # knows the class; the kernels behind sdpa, in one table that plan, trace, self-test and run read;
@@ -420,7 +420,7 @@ def groups_adapters(config: RunConfig, precision: Precision, layout: Layout) -> 
         and tuning.backend == "bnb"
         and config.train.kernels != "none"
         and config.train.compile is not True
-        and layout.name in ("single", "ddp")
+        and layout.name in UNSHARDED_LAYOUTS
         and not (tuning.lora.use_dora or tuning.lora.dropout)
         # autocast casts a base in another dtype in each pass
         and (tuning.mode == "qlora" or precision.load == precision.compute)

@@ -13,7 +13,12 @@ from sft_play.machine.hardware import Hardware
 from sft_play.models.families import TENSOR_PARALLEL_TYPES
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.precision import WeightUpdates, choose_precision, gradient_sync_obstacle
+from sft_play.planner.precision import (
+    UNSHARDED_LAYOUTS,
+    WeightUpdates,
+    choose_precision,
+    gradient_sync_obstacle,
+)
 
 # `model.mesh_shape`: a user's device mesh, read as the layout that it describes.
 
@@ -112,14 +117,14 @@ def format_mesh(mesh_shape: Any) -> str:
 
 LayoutName = Literal[
     "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload",
-    "zero3_offload", "tp", "fsdp_tp", "fsdp_cp",
+    "zero3_offload", "tp", "fsdp_tp", "fsdp_cp", "streamed",
 ]  # fmt: skip
 
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 # The order of preference among layouts that are equally fast: fewer moving parts first.
 LAYOUT_PREFERENCE: tuple[LayoutName, ...] = (
     "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "tp", "fsdp_tp", "fsdp_cp",
-    "zero2_offload", "zero3_offload",
+    "streamed", "zero2_offload", "zero3_offload",
 )  # fmt: skip
 # Layouts whose engine can also run with one rank.
 ONE_RANK_LAYOUTS: tuple[LayoutName, ...] = (
@@ -130,7 +135,11 @@ ONE_RANK_LAYOUTS: tuple[LayoutName, ...] = (
     "zero3",
     "zero2_offload",
     "zero3_offload",
+    "streamed",
 )
+
+# Layouts that one process trains in without an engine around the model.
+ONE_PROCESS_LAYOUTS: tuple[LayoutName, ...] = ("single", "streamed")
 
 DEEPSPEED_LAYOUTS: tuple[LayoutName, ...] = (
     "zero1",
@@ -201,6 +210,16 @@ class Layout:
         """True if FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of
         what trains."""
         return self.name.startswith("fsdp") or self.name == "tp"
+
+    @property
+    def is_one_process(self) -> bool:
+        """True if one process trains without an engine around the model."""
+        return self.name in ONE_PROCESS_LAYOUTS and self.ranks == 1
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the frozen base stays in RAM, and its blocks visit each rank's GPU in turn."""
+        return self.name == "streamed"
 
     @property
     def offloads_states(self) -> bool:
@@ -326,6 +345,8 @@ def find_layouts(
     tried_layouts = _layouts_to_try(config, hardware)
     if hardware.ranks == 1 and named in ONE_RANK_LAYOUTS:
         tried_layouts = [Layout(named), *tried_layouts]
+    elif named == "streamed" and not hardware.gpus:
+        tried_layouts.append(Layout(named, hardware.ranks))
     if named == "fsdp_cp":
         tried_layouts += _all_context_parallel_layouts(hardware)
     for layout in tried_layouts:
@@ -374,6 +395,8 @@ def _group_sizes(hardware: Hardware) -> list[int]:
 def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
     ranks, shard_option = hardware.ranks, config.distributed.shard_ranks
     offload_layouts = [Layout("zero2_offload", ranks, ranks), Layout("zero3_offload", ranks, ranks)]
+    if hardware.gpus and config.tuning.mode != "full":
+        offload_layouts.insert(0, Layout("streamed", ranks))
     if ranks == 1:  # on one CPU process offload would only copy RAM to RAM
         return [SINGLE, *(offload_layouts if hardware.gpus else [])]
     layouts = [Layout("ddp", ranks), Layout("fsdp", ranks, ranks)]
@@ -397,6 +420,8 @@ def compile_obstacle(layout: Layout) -> str | None:
     """Why blocks are not compiled in a layout; None where they can be."""
     if layout.is_zero:
         return "ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
+    if layout.is_streamed:
+        return "a block's weights arrive when it is called, which compiled code would not wait for"
     if layout.tensor_parallel > 1 or layout.context_parallel > 1:
         return f"ranks of {layout.name} exchange inside each block, which was not tried compiled"
     return None
@@ -406,6 +431,11 @@ def _layout_obstacle(
     layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> str | None:
     optim = config.train.optim
+    if layout.is_streamed and config.tuning.mode == "full":
+        return (
+            "the base stays in RAM and nothing is written back, and full fine-tuning changes it"
+            " (zero3_offload does that)"
+        )
     # what the run asks for beside its optimizer
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
         return (
@@ -420,8 +450,8 @@ def _layout_obstacle(
         and layout.name not in ("single", "ddp")
     ):
         return (
-            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here"
-            " or cast (ddp works)"
+            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided"
+            " here, cast or not tried (ddp works)"
         )
     lora, init_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}"
     if config.tuning.mode != "full" and lora.init != "default":
@@ -451,7 +481,7 @@ def _layout_obstacle(
         layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1
     ):
         return f"bitsandbytes' optimizers do not support sharded parameters (train.optim={optim})"
-    if optim == "muon" and layout.name not in ("single", "ddp"):
+    if optim == "muon" and layout.name not in UNSHARDED_LAYOUTS:
         return (
             "train.optim=muon orthogonalises whole matrices, and they are divided here (ddp works)"
         )

@@ -139,7 +139,7 @@ def choose_precision(
 
 # Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32
 # copies.
-UNSHARDED_LAYOUTS = ("single", "ddp")
+UNSHARDED_LAYOUTS = ("single", "ddp", "streamed")
 
 
 def apply_weight_updates(
@@ -370,7 +370,7 @@ def _dtype_obstacles(
             DTYPE_BYTES[mixed.reduce] < DTYPE_BYTES[gradient_dtype]
             or mixed.reduce == gradient_dtype
         )
-        if layout != "ddp" or not narrows:
+        if layout not in ("ddp", "streamed") or not narrows:
             yield (
                 f"{reduce_setting}: gradients are {gradient_dtype}, and only DDP's hooks narrow"
                 " them; auto, or fsdp, zero2"
@@ -389,7 +389,7 @@ def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]
     options = config.distributed
     settings: dict[str, Any] = {"find_unused_parameters": options.find_unused_parameters}
     circumstance = f"under {layout}, which needs no search"
-    if layout == "ddp":
+    if layout in ("ddp", "streamed"):
         return []
     if layout == "single":
         settings |= {"sync_gradients_every": options.sync_gradients_every}

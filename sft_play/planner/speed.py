@@ -20,7 +20,7 @@ from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import AverageMicroSteps
 from sft_play.planner.kernels import plan_experts, plan_kernels
-from sft_play.planner.memory.model_states import adapter_params, trained_parameters
+from sft_play.planner.memory.model_states import adapter_params, streamed_bytes, trained_parameters
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import ElementBytes, is_target
 from sft_play.planner.pass_work import (
@@ -317,6 +317,9 @@ LINK_SHARE = 0.75
 # peer access: 35 GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s
 # (https://github.com/NVIDIA/nccl/issues/1639).
 PCIE_SHARE = 0.50
+# Fraction of PCIe's rate that copies from pinned RAM to one card reach: 25 GB/s of 32 at PCIe 4 x16
+# (NVIDIA's bandwidthTest, many reports); a run measures its own (`machine.host_speed`).
+BUS_SHARE = 0.78
 # Fraction of the backward pass behind which gathering and reducing can hide.
 HIDDEN_SHARE = 0.80
 # Share of a collective's time that hides at most. The first gather and the last bucket have nothing
@@ -360,6 +363,8 @@ class Rates:
     # Fraction of the rate of matrix products that attention reaches.
     attention_share: float = OTHER_ATTENTION_SHARE
     missing_packages: frozenset[str] = frozenset()
+    # From RAM to a card, one way.
+    bus_bytes_per_s: float = NOMINAL_LINK
     # Seconds that the host takes to start an operator.
     operator_s: float = OPERATOR_S
     # What earlier runs correct of a pass: the host's seconds, and the card's.
@@ -431,6 +436,7 @@ def find_rates(hardware: Hardware, precision: Precision) -> Rates:
         is_known=all(peak_rates) and all(bandwidths),
         matrix_share=matrix_share,
         link_share=PCIE_SHARE if is_pcie else LINK_SHARE,
+        bus_bytes_per_s=BUS_SHARE * min(pcie_slots, default=NOMINAL_LINK),
         attention_share=min(attention_shares, default=OTHER_ATTENTION_SHARE),
     )
 
@@ -585,7 +591,23 @@ class _Roofline:
             for name, directions in parts.items()
         }
         pass_s = self.pass_times(micro_steps).seconds(tokens)
-        return seconds | {"kernel_starts": max(0.0, pass_s - sum(seconds.values()))}
+        seconds["kernel_starts"] = max(0.0, pass_s - sum(seconds.values()))
+        if self.step.layout.is_streamed:
+            # each direction hides the blocks that it waits for; backwards computes as much again,
+            # and what is recomputed
+            pass_s, forward_share = sum(seconds.values()), 1 / (2 + self.recomputed_share)
+            seconds["bus"] = sum(
+                max(0.0, self.bus_s / 2 - share * pass_s)
+                for share in (forward_share, 1 - forward_share)
+            )
+        return seconds
+
+    @property
+    def bus_s(self) -> float:
+        """Seconds in which a streamed base goes over the bus in a micro step: forwards, and again
+        backwards."""
+        sent_bytes = 2 * streamed_bytes(self.config, self.shape, DTYPE_BYTES[self.precision.load])
+        return sent_bytes / self.rates.bus_bytes_per_s
 
     def pass_times(self, micro_steps: AverageMicroSteps) -> PassTimes:
         """The seconds of a micro step by its tokens, with the corrections of earlier runs."""
@@ -896,6 +918,7 @@ def find_speed_error(
         "on a CPU": not hardware.gpus,
         "on AMD cards": any(gpu.is_amd for gpu in hardware.gpus),
         "that offloads": step.layout.offloads_states or step.offloads,
+        "of a streamed base": step.layout.is_streamed,
         "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
         # V100 and T4 have no bf16, and fall into SMALL_MODEL_ERROR below
         "on these cards": (

@@ -143,6 +143,15 @@ def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_qua
         )
 
 
+SCALE_NAMES = ("absmax", "code", "offset")
+
+
+def scales_of(block: nn.Module) -> list[torch.Tensor]:
+    """What a block keeps beside its packed weights, which a run has in states and not in
+    buffers."""
+    return [buffer for name, buffer in block.named_buffers() if name.endswith(SCALE_NAMES)]
+
+
 # What PEFT and bitsandbytes read off a Params4bit.
 PARAMETER_FIELDS = (
     "compress_statistics",

@@ -71,8 +71,9 @@ TRACE_VERSION = 20
 SHAPE_VERSION = 17
 _PEAK_ADAPTER, _SHAPE_ADAPTER = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 # The layouts that a trace can run, by their names there.
-TRACED_STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {
+TRACED_STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2", "streamed"]] = {
     "single": "single",
+    "streamed": "streamed",
     "ddp": "ddp",
     "fsdp": "fsdp2",
 }
@@ -101,7 +102,7 @@ def trace_candidate(
     obstacles = {
         "plan.trace is false": not config.plan.trace,
         "a trace simulates a GPU, and this run is on the CPU": not candidate.step.on_gpu,
-        f"the trace runs one GPU, DDP and FSDP2; {name} rests on formulas": (
+        f"the trace runs one GPU, DDP, FSDP2 and streamed; {name} rests on formulas": (
             name not in TRACED_STRATEGIES
         ),
         "the trace keeps what is recomputed on the GPU, and it is offloaded here": (

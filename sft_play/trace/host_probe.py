@@ -21,6 +21,7 @@ from sft_play.process.signals import watch_parent
 from sft_play.trace.pass_work import KernelLog
 from sft_play.training.measure.monitor import SHORT_TOKENS, shortest_seconds
 from sft_play.training.model.model_loading import cast_outside_autocast
+from sft_play.training.model.streamed_base import measure_bus_rate
 
 LAYERS, PASSES = 2, 15
 
@@ -58,4 +59,10 @@ def measure_operator_s(device: torch.device) -> float:
 
 if __name__ == "__main__":
     watch_parent()
-    save_host_speed(sys.argv[1], measure_operator_s(torch.device("cuda")), measured_by=sys.argv[2])
+    card = torch.device("cuda")
+    save_host_speed(
+        sys.argv[1],
+        measure_operator_s(card),
+        measured_by=sys.argv[2],
+        bus_bytes_per_s=measure_bus_rate(card),
+    )

@@ -111,9 +111,12 @@ class StepSettings:
     # The evaluation's mask, where it differs from the training's.
     eval_mask: RowMask | None = None
     # --- ranks ------------------------------------------------------------------------------------
-    # fsdp1: with flat parameters, which older scripts ran; zero1 to zero3: DeepSpeed, which is
-    # never traced.
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
+    # fsdp1: with flat parameters, which older scripts ran; streamed: blocks of a frozen base visit
+    # from RAM (training/model/streamed_base.py), with several ranks under DDP; zero1 to zero3:
+    # DeepSpeed, which is never traced.
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "streamed", "zero1", "zero2", "zero3"] = (
+        "single"
+    )
     world: int = 1
     # accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and
     # reduced in this.

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sft_play.planner.memory.block import LayerBytes
+from sft_play.planner.memory.model_states import PLACES
 from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, cublas_workspace_bytes
 from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
@@ -31,6 +32,7 @@ from sft_play.training.model.grouped_adapters import (
     find_shared_inputs,
     group_adapters,
 )
+from sft_play.training.model.streamed_base import move_blocks
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
@@ -150,6 +152,8 @@ class TracedLoop:
     def load_model(self, skeleton: Any) -> Any:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards
         arrive."""
+        if self.settings.strategy == "streamed":
+            return self._load_streamed(skeleton)
         if not _is_sharded(self.settings):
             model = build.load_skeleton(skeleton, self.settings)
             base = build.base_model(model)
@@ -197,10 +201,38 @@ class TracedLoop:
             self.log.record_tensor(getattr(tensor, "_local_tensor", tensor))  # this rank's part
         return model
 
+    def _load_streamed(self, skeleton: Any) -> Any:
+        """The model with the frozen weights of its blocks in RAM: on this rank's GPU are two places
+        for blocks, and all of the rest."""
+        with self.log.hide_allocations():
+            model = build.load_skeleton(skeleton, self.settings)
+            base = build.base_model(model)
+            if self.settings.groups_adapters:
+                dtype = getattr(torch, self.settings.autocast or self.settings.weights)
+                self.grouped_adapters = group_adapters(base, self.state.shared_inputs, dtype=dtype)
+            stream = move_blocks(model, torch.device("cpu"))
+        resident = {id(one): one for one in (*model.parameters(), *model.buffers())}
+        scale_bytes = 0
+        for block in stream.blocks:
+            scales = build.scales_of(block)
+            scale_bytes = max(scale_bytes, sum(scale.nbytes for scale in scales))
+            for tensor in scales:
+                resident.pop(id(tensor), None)
+        for name in stream.streamed_parameters():
+            resident.pop(name, None)
+        self.log.record_alloc(PLACES * scale_bytes)
+        for tensor in resident.values():
+            self.log.record_tensor(tensor)
+        stream.start()
+        return model
+
     def make_after_backward_hook(self, model: Any) -> Callable[[], None]:
         """Make what DDP runs after each backward pass: a second copy of all gradients, in buckets;
         its reducer is C++ and reads data, so they are made here."""
-        if self.settings.strategy != "ddp":
+        has_buckets = self.settings.strategy == "ddp" or (
+            self.settings.strategy == "streamed" and self.settings.world > 1
+        )
+        if not has_buckets:
             return lambda: None
 
         log = self.log

@@ -33,7 +33,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """The Trainer's arguments that turn the plan's layout on. `has_late_gradients`: some rows give
     some tensors no gradient."""
-    if plan.layout == "single" and deepspeed is None:
+    if plan.choice.layout.is_one_process and deepspeed is None:
         return {}
     arguments: dict[str, Any] = {
         "ddp_find_unused_parameters": (
@@ -103,12 +103,12 @@ def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
         # micro-steps that make a step: transformers says 1, since its own loop accumulates, and
         # accelerate would warn
         trainer.accelerator.gradient_accumulation_steps = plan.trainer_batch.grad_accum
-    if plan.layout == "single":
+    if plan.choice.layout.is_one_process:
         return
     gradients = gradient_sync(config, plan.precision, plan.layout)
     if isinstance(gradients.interval, int):
         trainer.micro_steps_per_reduction = gradients.interval
-    if plan.layout == "ddp" and gradients.is_compressed:
+    if plan.layout in ("ddp", "streamed") and gradients.is_compressed:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(
             DTYPE_SHORT_NAMES[gradients.reduced_dtype]
         )
@@ -211,16 +211,26 @@ def release_engine(trainer: Any) -> None:
 
 
 def load_device(plan: Plan, config: RunConfig) -> str | None:
-    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them there;
+    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them there,
+    and for a streamed base, which stays there;
     None for ZeRO-3, where transformers refuses a `device_map`."""
     layout = plan.choice.layout
     if layout.is_zero and layout.shards_params:
         return None
     if plan.hardware.device != "cuda":
         return plan.hardware.device
+    if layout.is_streamed:
+        return "cpu"
     if layout.is_fsdp and quant_storage(plan, config) is None:
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def packing_device(plan: Plan) -> torch.device | None:
+    """The device that quantises weights which are loaded to another: a streamed base's GPU."""
+    if plan.choice.layout.is_streamed and plan.hardware.device == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return None
 
 
 def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
@@ -253,8 +263,10 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     TrainingError: it is not."""
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
+    if trainer.block_stream is not None:
+        trainer.block_stream.check()
     class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}
-    expected_class = "DistributedDataParallel"
+    expected_class = "DistributedDataParallel"  # of streamed ranks too
     if layout.is_zero:
         expected_class = "DeepSpeedEngine"
     elif layout.is_fsdp:
@@ -318,12 +330,13 @@ def _require_divided(
         )
 
 
-def single_process_check(trainer: Any) -> EngineCheck:
-    """The check of one process without an engine: it holds everything."""
+def single_process_check(trainer: Any, layout: str) -> EngineCheck:
+    """The check of one process without an engine: it holds everything that trains. Raises
+    TrainingError: a streamed base is not."""
+    if trainer.block_stream is not None:
+        trainer.block_stream.check()
     whole_bytes, local_bytes = trained_bytes_held(trainer)
-    return EngineCheck(
-        "single", type(trainer.model_wrapped).__name__, 1, whole_bytes, (local_bytes,)
-    )
+    return EngineCheck(layout, type(trainer.model_wrapped).__name__, 1, whole_bytes, (local_bytes,))
 
 
 def trained_bytes_held(trainer: Any) -> tuple[int, int]:

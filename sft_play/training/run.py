@@ -182,7 +182,7 @@ def _run_training_loop(
         resume_step=resume_step,
         metric_tags=eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no"),
     )
-    has_engine = job.plan.layout != "single" or job.deepspeed is not None
+    has_engine = not job.plan.choice.layout.is_one_process or job.deepspeed is not None
     callbacks = [
         GradientCheck(prepared.model_spec.late_gradients),
         update_check,

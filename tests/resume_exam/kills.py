@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "ddp": {"NPROC": "2", "STRATEGY": "ddp"},
     "fsdp": {"NPROC": "2", "STRATEGY": "fsdp"},
     "zero2": {"NPROC": "2", "STRATEGY": "zero2"},
+    "streamed": {"STRATEGY": "streamed"},
     "curriculum": {},
 }
 LATER_S = 0.5
@@ -66,7 +67,7 @@ def write_run(folder: Path, base: Path, layout: str) -> Path:
 
 def started(path: Path, layout: str) -> subprocess.Popen[str]:
     """The command a batch system would give each time: begun where there is nothing, resumed where there is."""
-    command = "train-distributed" if LAYOUTS[layout] else "train"
+    command = "train-distributed" if "NPROC" in LAYOUTS[layout] else "train"
     return subprocess.Popen(
         [warm.python(), "-m", "sft_play", command, "--config", str(path)],
         env=clean_environment(**LAYOUTS[layout]), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

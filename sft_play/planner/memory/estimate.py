@@ -74,6 +74,14 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         return terms(
             resident.weights, resident.adapters, temporary, host_copies=host_copy_bytes(simulation)
         )
+    if layout.is_streamed:
+        # read and packed in RAM, each tensor of a quantised base on the device; then blocks lie in
+        # RAM, and what stays on the device is moved there
+        packed_tensor = itemsize * largest_tensor_elements(shape) * simulation.is_nf4
+        packing = max(
+            STACKING_COPIES * packed_tensor - resident.weights, _adapter_start_bytes(simulation)
+        )
+        return terms(resident.weights, resident.adapters, max(0, packing))
     shard_total = resident.weights + resident.adapters
     # divided on the way to the device, where FSDP2 shards what is already there
     if layout.tensor_parallel > 1:
@@ -357,7 +365,9 @@ MARGINS: dict[MarginClass, Margin] = {
         " other buffers",
     ),
     "unseen": Margin(
-        0.15, "ZeRO, tensor parallel, offload, experts by code of their class: not measured"
+        0.15,
+        "ZeRO, tensor parallel, offload, a streamed base, experts by code of their class: not"
+        " measured",
     ),
 }
 
@@ -531,7 +541,8 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
         )
         outside_allocator = CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators
     else:
-        outside_allocator = CPU_LIBRARIES_BYTES + saving.staged_ram
+        # a streamed base in RAM lies beside what would be on a GPU
+        outside_allocator = CPU_LIBRARIES_BYTES + saving.staged_ram + simulation.resident.host
         # with pages of the files from which weights in another dtype are made: they can be dropped,
         # and so are not required
         late_bytes += CPU_LATE_BYTES
@@ -706,6 +717,7 @@ def select_margin(simulation: StepMemorySimulation) -> Margin:
             has_custom_experts
             or layout.is_zero
             or layout.offloads_states
+            or layout.is_streamed
             or layout.tensor_parallel > 1
         ),
     }

@@ -326,6 +326,11 @@ def resident_bytes(
             mode=mode,
         )
         return replace(resident, weights=resident.weights + buffer_bytes)
+    host_bytes = 0
+    if layout.is_streamed:
+        host_bytes = streamed_bytes(config, shape, itemsize)
+        largest = max(block_bytes(kind, itemsize=itemsize, is_nf4=is_nf4) for kind in shape.layers)
+        frozen_bytes += PLACES * largest - host_bytes
     held_bytes = trained_bytes = parameters.params * parameters.itemsize
     if is_full and layout.tensor_parallel == 1:
         held_bytes += _segment_remainders(shape, parameters.itemsize)
@@ -346,7 +351,29 @@ def resident_bytes(
         optimizer=optimizer_bytes(optim, shape, parameters, is_full=is_full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which
         # stay allocated
-        gradient_buckets=trained_bytes * (layout.name == "ddp"),
+        gradient_buckets=trained_bytes
+        * (layout.name == "ddp" or (layout.is_streamed and layout.ranks > 1)),
+        host=host_bytes,
+    )
+
+
+# Blocks of a streamed base that are on the device at once: the one that computes, and the next.
+PLACES = 2
+
+
+def block_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool) -> int:
+    """Bytes of a block's frozen weights as they are stored; in NF4 with their constants."""
+    if not is_nf4:
+        return itemsize * kind.params
+    packed = sum(map(nf4_bytes, kind.packable_sizes))
+    return packed + itemsize * (kind.params - sum(kind.packable_sizes))
+
+
+def streamed_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
+    """Bytes of the blocks that a streamed base sends over the bus, forwards or backwards."""
+    is_nf4 = config.tuning.mode == "qlora"
+    return sum(
+        kind.count * block_bytes(kind, itemsize=itemsize, is_nf4=is_nf4) for kind in shape.layers
     )
 
 

@@ -59,6 +59,7 @@ from sft_play.training.measure.monitor import (
 )
 from sft_play.training.model import attention_functions
 from sft_play.training.model.grouped_adapters import GroupedAdapters
+from sft_play.training.model.streamed_base import BlockStream
 
 # --- evaluation -----------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
@@ -98,8 +99,14 @@ class EvaluatedLoop(CheckpointedLoop):
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[GeneratedAnswer] = []
         self._max_eval_rows: int | None = None
+        # What brings the blocks of a streamed base to the device.
+        self.block_stream: BlockStream | None = None
         self._eval_progress: WaitProgress | None = None
         super().__init__(**options)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if not self._layout.is_streamed:  # whose blocks stay in RAM
+            super()._move_model_to_device(model, device)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first."""

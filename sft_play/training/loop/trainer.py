@@ -22,6 +22,7 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
+from sft_play.machine.host_speed import save_bus_rate
 from sft_play.planner.kernels import CountedKernels, groups_adapters
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
@@ -60,6 +61,7 @@ from sft_play.training.model.model_loading import (
     read_model,
     shard_model,
 )
+from sft_play.training.model.streamed_base import measure_bus_rate, stream_base
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers, resized_spec
 from sft_play.training.prepare.prepare import Prepared
@@ -419,6 +421,11 @@ def load_trainer(
         trainer.compile_monitor = compile_blocks(trainer.model)
     # comes last: only whole tensors can be filled
     _divide_weights(trainer, job, model_spec, source)
+    if plan.choice.layout.is_streamed:
+        trainer.block_stream = stream_base(trainer.model, arguments.device)
+        if plan.hardware.gpus and distributed.is_first():
+            rate = measure_bus_rate(arguments.device)
+            save_bus_rate(plan.hardware.gpus[0].name, rate, measured_by="a run")
     if prepared.trains_adapter:
         model_loading.freeze_pissa_half(
             trainer.model,
@@ -440,6 +447,8 @@ def _group_adapters(trainer: PlannedLoop, job: RunJob, *, trains_adapter: bool) 
     counted_kernels = (plan.kernels or CountedKernels()).speed
     trainer.runs_planned_code = (
         is_plain
+        # whose short passes wait for the bus, and say nothing of the host
+        and not plan.choice.layout.is_streamed
         and counts_groups == (trainer.grouped_adapters is not None)
         and (counted_kernels == "liger") == bool(trainer.kernels.replaced)
     )
@@ -560,7 +569,12 @@ def _load_model(
             quant_storage=quant_storage,
             read=lambda: read_model(config, plan.precision, model_spec),
         )
-    return (
-        load_model(config, plan.precision, model_spec, device=device, quant_storage=quant_storage),
-        None,
+    model = load_model(
+        config,
+        plan.precision,
+        model_spec,
+        device=device,
+        quant_storage=quant_storage,
+        packs_on=engines.packing_device(plan),
     )
+    return model, None

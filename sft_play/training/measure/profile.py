@@ -203,7 +203,7 @@ def build_profile_window(
         config.distributed.profile_communication,
         config.train.profile_steps or 0,
     )
-    if profile_setting is not False and plan.layout != "single":
+    if profile_setting is not False and not plan.choice.layout.is_one_process:
         counted_steps = 3 if profile_setting is True else int(profile_setting)
         return ProfileWindow(folder, max(steps, counted_steps), trainer, plan=plan)
     return ProfileWindow(folder, steps, trainer) if steps and is_first() else None

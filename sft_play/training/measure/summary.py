@@ -307,7 +307,8 @@ def build_summary(
         "wall_s": round(time.time() - monitors.start_time, 2),
         "exit": Interrupted.exit_code if is_stopped and stop_controller.signal is not None else 0,
         "engine_proof": plain_data(
-            initial_evaluation.engine_check or engines.single_process_check(trainer)
+            initial_evaluation.engine_check
+            or engines.single_process_check(trainer, job.plan.layout)
         ),
         "updates": updates.as_json() if updates else None,
         "compile": compile_monitor.figures() if compile_monitor else None,

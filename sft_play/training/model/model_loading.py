@@ -80,17 +80,20 @@ def load_model(
     *,
     device: str | None,
     quant_storage: DtypeName | None = None,
+    packs_on: torch.device | None = None,
 ) -> Any:
     """The model with its weights, quantised where the mode says so, on `device`; None leaves the
     placement to ZeRO-3, which divides plain weights while they are read, and NF4's when the engine
     starts. `quant_storage`: the dtype of packed 4-bit weights (None: bytes); FSDP can divide only
-    floating-point ones. Raises ModelError: as `read_model`.
+    floating-point ones. `packs_on`: another device that quantises (a GPU is far quicker). Raises
+    ModelError: as `read_model`.
     """
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization_config(
             precision, quant_storage, quantizes_experts=config.tuning.has_quantized_experts
         )
+        options["quantization_config"].packs_on = packs_on
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         # straight to the GPU: no second copy in the host's memory

@@ -203,19 +203,26 @@ class _ExpertQuantize(Bnb4bitQuantize):
         self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any
     ) -> Any:
         packed: dict[str, Any] = {}
+        quantization = self.hf_quantizer.quantization_config
+        packs_on = getattr(quantization, "packs_on", None)
         for name in list(input_dict):
             value = input_dict.pop(name)  # its memory is free once it is packed
             module, _ = get_module_from_name(model, name)
-            if isinstance(module, Linear4bit):
-                packed |= super().convert(
-                    {name: value}, full_layer_name=full_layer_name, model=model, **options
-                )
-                continue
             weight = value[0] if isinstance(value, list) else value
             del value
-            packed[name], nf4_state = pack_nf4(
-                weight, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage
-            )
+            home = weight.device
+            if packs_on is not None:
+                weight = weight.to(packs_on)
+            if isinstance(module, Linear4bit):
+                converted = super().convert(
+                    {name: weight}, full_layer_name=full_layer_name, model=model, **options
+                )
+                packed[name] = converted[name].to(home)
+                continue
+            packed[name], nf4_state = pack_nf4(weight, quantization.bnb_4bit_quant_storage)
+            packed[name].data = packed[name].data.to(home)
+            for state in nf4_state.states:
+                state.to(home)
             packed[name].packed_experts = nf4_state
         return packed
 
