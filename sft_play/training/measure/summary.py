@@ -122,7 +122,9 @@ def _sample_questions(
     job: RunJob, prepared: Prepared, split: DataSplit | None
 ) -> tuple[Question, ...]:
     is_open = "generate_rows" not in job.loaded.config.eval.model_fields_set
-    if split is None or not is_open or job.plan.choice.layout.offloads_params:
+    layout = job.plan.choice.layout
+    is_slow = layout.offloads_params or layout.is_streamed  # the whole base moves for each token
+    if split is None or not is_open or is_slow:
         return ()
     # some rows may have no answer that can be asked for
     questions = select_questions(
