@@ -60,9 +60,8 @@ FIRST_NODE = "NODE0"
 
 
 def run_plan(request: Request) -> CommandResult:
-    """Plan a run, or its longest stage where it has stages, with the cells of WHATIF and the
-    answers to MAX and BUDGET. Exit code 3 if it does not fit, or no machine is within the
-    budget."""
+    """Plan a run, or its longest stage, with the cells of WHATIF and the answers to MAX and BUDGET.
+    Exit code 3 if it does not fit, or no machine is within the budget."""
     # read first: a wrong word in MAX or WHATIF costs no planning
     fit_question = parse_question(request.max) if request.max else None
     run = _load_run(request)

@@ -174,18 +174,23 @@ def _infer_with_encoding(
     if "data.val_path" not in paths:
         # of one document its end is held out, and there are blocks to hold out
         rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
-        share = 0.0
-        if rows_to_split >= _MIN_ROWS_TO_SPLIT:
-            share = min(0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001))
-        if not is_cpt and len(examples) >= _ROWS_FOR_A_VERDICT:
-            # the share that a row's content draws decides whether it is held out
-            shares = sorted(digest_share(content_digest(example)) for example in examples)
-            least_share = math.ceil(shares[_MIN_HELD_OUT_ROWS - 1] * 1000 + 1e-6) / 1000
-            share = max(share, least_share)
-        settings["data.val_fraction"] = share
+        settings["data.val_fraction"] = _held_out_share(rows_to_split, () if is_cpt else examples)
     return InferredDataset(
         settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format
     )
+
+
+def _held_out_share(rows_to_split: int, examples: Sequence[Example]) -> float:
+    """The share of validation rows: enough for a verdict where the examples are as many."""
+    share = 0.0
+    if rows_to_split >= _MIN_ROWS_TO_SPLIT:
+        share = min(0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001))
+    if len(examples) >= _ROWS_FOR_A_VERDICT:
+        # the share that a row's content draws decides whether it is held out
+        shares = sorted(digest_share(content_digest(example)) for example in examples)
+        least_share = math.ceil(shares[_MIN_HELD_OUT_ROWS - 1] * 1000 + 1e-6) / 1000
+        share = max(share, least_share)
+    return share
 
 
 # The data's paths by their keys, what is looked at of them, and whether it is a folder of plain

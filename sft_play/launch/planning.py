@@ -102,6 +102,7 @@ from sft_play.planner.layout import (
     LAYOUT_NAMES,
     ONE_PROCESS_LAYOUTS,
     LayoutName,
+    PreviousRun,
     find_layouts,
     format_mesh,
     layout_choices,
@@ -761,6 +762,18 @@ def refuse_impossible_strategy(
     raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; there are: {others}")
 
 
+def _requested_layout(
+    options: LaunchOptions, previous: PreviousRun | None, ranks: int
+) -> LayoutName | None:
+    """The layout that is asked for, or that a resumed run keeps; None leaves it to the plan."""
+    if previous is None or options.strategy is not None or options.deepspeed is not None:
+        return options.strategy
+    layout = previous.kept_layout(ranks)
+    if options.trains_in_process and layout not in ONE_PROCESS_LAYOUTS:
+        return None
+    return layout
+
+
 def build_stage_request(
     loaded: LoadedConfig,
     hardware: Hardware,
@@ -779,11 +792,7 @@ def build_stage_request(
     RunFolderError where the run cannot be resumed in this layout or over these ranks.
     """
     previous = read_previous_run(resume_from) if resume_from else None
-    config, strategy = loaded.config, options.strategy
-    if previous is not None and strategy is None and options.deepspeed is None:
-        strategy = previous.kept_layout(hardware.ranks)
-        if options.trains_in_process and strategy not in ONE_PROCESS_LAYOUTS:
-            strategy = None
+    config, strategy = loaded.config, _requested_layout(options, previous, hardware.ranks)
     deepspeed_config, deepspeed_name = None, "DeepSpeed"
     if options.deepspeed is not None:
         deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(

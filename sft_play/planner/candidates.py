@@ -450,21 +450,6 @@ def build_candidate(
             step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows)
         )
     step, memory = simulation.step, estimate_from_simulation(simulation)
-    # bytes of RAM that the ranks of the first node need together: to offload and to write, or to
-    # load
-    host_required = 0
-    if inputs.hardware.gpus:
-        ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
-        reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
-        # loading is over when the first checkpoint is written, so the two do not add up
-        offloaded_bytes = (memory.host_bytes - memory.host_save_bytes) * ranks
-        host_required = max(
-            offloaded_bytes + memory.host_save_bytes, memory.host_load_bytes * reader_count
-        )
-        if layout.is_streamed:  # read to stay there
-            host_required = offloaded_bytes + max(
-                memory.host_save_bytes, memory.host_load_bytes * reader_count
-            )
     # of the step with its evaluation, because both are one run's
     correction = inputs.find_correction(layout)
     speed = predict_step_speed(inputs, precision, step, inputs.layout_rates(layout))
@@ -487,10 +472,25 @@ def build_candidate(
         # a duration: slower by the factor that tokens/s are lower
         speed=speed.scaled(1 / correction.speed_factor),
         budget=MemoryBudget(inputs.device_budget, inputs.host_budget),
-        host_required=host_required,
+        host_required=_required_host_bytes(inputs, layout, memory),
         uncorrected=uncorrected,
         layers=inputs.shape.num_layers,
     )
+
+
+def _required_host_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstimate) -> int:
+    """Bytes of RAM that the ranks of the first node need together: to offload and to write, or to
+    load; 0 on a CPU."""
+    if not inputs.hardware.gpus:
+        return 0
+    ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
+    reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
+    load_bytes = memory.host_load_bytes * reader_count
+    offloaded_bytes = (memory.host_bytes - memory.host_save_bytes) * ranks
+    if layout.is_streamed:  # what was read stays there
+        return offloaded_bytes + max(memory.host_save_bytes, load_bytes)
+    # loading is over when the first checkpoint is written, so the two do not add up
+    return max(offloaded_bytes + memory.host_save_bytes, load_bytes)
 
 
 def predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step, rates: Rates) -> Speed:

@@ -75,13 +75,10 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
             resident.weights, resident.adapters, temporary, host_copies=host_copy_bytes(simulation)
         )
     if layout.is_streamed:
-        # read and packed in RAM, each tensor of a quantised base on the device; then blocks lie in
-        # RAM, and what stays on the device is moved there
-        packed_tensor = itemsize * largest_tensor_elements(shape) * simulation.is_nf4
-        packing = max(
-            STACKING_COPIES * packed_tensor - resident.weights, _adapter_start_bytes(simulation)
-        )
-        return terms(resident.weights, resident.adapters, max(0, packing))
+        # each tensor of a quantised base is packed on the device, before anything stays there
+        packed = STACKING_COPIES * itemsize * largest_tensor_elements(shape) * simulation.is_nf4
+        packing = max(0, packed - resident.weights, _adapter_start_bytes(simulation))
+        return terms(resident.weights, resident.adapters, packing)
     shard_total = resident.weights + resident.adapters
     # divided on the way to the device, where FSDP2 shards what is already there
     if layout.tensor_parallel > 1:

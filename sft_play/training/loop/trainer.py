@@ -421,11 +421,6 @@ def load_trainer(
         trainer.compile_monitor = compile_blocks(trainer.model)
     # comes last: only whole tensors can be filled
     _divide_weights(trainer, job, model_spec, source)
-    if plan.choice.layout.is_streamed:
-        trainer.block_stream = stream_base(trainer.model, arguments.device)
-        if plan.hardware.gpus and distributed.is_first():
-            rate = measure_bus_rate(arguments.device)
-            save_bus_rate(plan.hardware.gpus[0].name, rate, measured_by="a run")
     if prepared.trains_adapter:
         model_loading.freeze_pissa_half(
             trainer.model,
@@ -483,7 +478,8 @@ def _fill_adapter(
         )
 
 
-# Along a tensor-parallel axis, then by FSDP where a source fills units one after the other.
+# Along a tensor-parallel axis, then by FSDP where a source fills units one after the other; or into
+# RAM.
 def _divide_weights(
     trainer: PlannedLoop, job: RunJob, model_spec: ModelSpec, source: SourceWeights | None
 ) -> None:
@@ -503,6 +499,11 @@ def _divide_weights(
             layer_class=model_spec.layer_class,
             fp32_master_weights=needs_fp32_masters and job.loaded.config.tuning.mode != "qlora",
         )
+    if job.plan.choice.layout.is_streamed:
+        trainer.block_stream = stream_base(trainer.model, trainer.args.device)
+        if job.plan.hardware.gpus and distributed.is_first():
+            rate = measure_bus_rate(trainer.args.device)
+            save_bus_rate(job.plan.hardware.gpus[0].name, rate, measured_by="a run")
 
 
 def build_run_trainer(
