@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from sft_play.text import format_duration
+
 logger = logging.getLogger(__name__)
 
 
@@ -20,10 +22,13 @@ logger = logging.getLogger(__name__)
 
 # Seconds of silence before the first line, and at most before another.
 FIRST_LINE_S, MAX_PAUSE_S = 3.0, 60.0
+# Seconds of work from which the time that is left can be told.
+MIN_TIMED_S = 3.0
 
 
 class WaitProgress:
-    """Something that is waited for: `Preparing train rows: 20,000 of 100,000 rows, 12 s so far`."""
+    """Something that is waited for: `Preparing train rows: 20,000 of 100,000 rows, 12 s so far,
+    about 48 seconds left`."""
 
     def __init__(self, task: str, unit: str, count_total: Callable[[], int | None]) -> None:
         self._task, self._unit, self._total = task, unit, functools.cache(count_total)
@@ -41,7 +46,11 @@ class WaitProgress:
         # then
         total_text = f" of {total:,}" if total and total >= self._done_count else ""
         done_text = f"{self._done_count:,}{total_text} {self._unit}, " if self._unit else ""
-        return f"{self._task}: {done_text}{time.monotonic() - self._started_at:.0f} s so far"
+        elapsed_s, left_text = time.monotonic() - self._started_at, ""
+        if total and total_text and self._done_count and elapsed_s >= MIN_TIMED_S:
+            left_s = elapsed_s * (total - self._done_count) / self._done_count
+            left_text = f", about {format_duration(left_s)} left"
+        return f"{self._task}: {done_text}{elapsed_s:.0f} s so far{left_text}"
 
 
 # What this process waits for; the last one is a part of those before it, and speaks for all.
