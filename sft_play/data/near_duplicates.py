@@ -78,7 +78,8 @@ def compute_shingles(text: str) -> Shingles:
     for offset in range(1, count):
         runs = runs * _RUN_MULTIPLIER + hashes[offset : offset + run_count]
     runs.sort()
-    return runs[np.append(True, runs[1:] != runs[:-1])]
+    distinct: Shingles = runs[np.append(True, runs[1:] != runs[:-1])]
+    return distinct
 
 
 def jaccard_similarity(first: Shingles, second: Shingles) -> float:
@@ -170,7 +171,7 @@ class SimilarityIndex:
             (
                 (jaccard_similarity(sketch.shingles, self._texts[index][0]), -index)
                 for index, _ in Counter(candidates).most_common(_MAX_CANDIDATES)
-            ),
+            )
         )
         return (similarity, self._texts[-index][1]) if similarity >= self._threshold else None
 
@@ -199,7 +200,7 @@ def read_compared_texts(path_or_hub_id: str, data: DataConfig) -> Iterator[tuple
         if isinstance(row, BadRow):
             continue
         row_format = recognise_format(row.data)
-        texts = list(filter(_is_long, iter_texts(row.data)))
+        texts: Iterator[str] = filter(_is_long, iter_texts(row.data))
         if row_format is not None:
             example = to_example(row, row_format, data)
             if not isinstance(example, BadRow):

@@ -72,6 +72,7 @@ from sft_play.finished.ship import (
     too_few_rows_reason,
 )
 from sft_play.log import one_line
+from sft_play.machine.software import install_command
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import installed_versions, write_json, write_text
 from sft_play.runs.lookup import lock_run
@@ -333,7 +334,8 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
     if not tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("TASKS= needs lm-evaluation-harness: pip install 'sft-play[tasks]'")
+        command = install_command("sft-play[tasks]")
+        raise ConfigError(f"TASKS= needs lm-evaluation-harness: {command}")
     from lm_eval.tasks import TaskManager
 
     manager, task_names = TaskManager(), list[str]()

@@ -258,6 +258,10 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
         f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to"
         f" {row_tokens.p95:,}"
     )
+    if row_tokens.sampled_rows:
+        text += (
+            f" (estimated from a sample of {row_tokens.sampled_rows:,} rows; training counts all)"
+        )
     if row_tokens.held_out > row_tokens.longest:
         text += f"; longest held-out row {row_tokens.held_out:,}"
     padded_tokens = plan_micro_batches(inputs, choice.precision, choice.step).tokens
@@ -584,7 +588,10 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
         cut_text = f"{rows.cut:,} cut at {rows.limit:,}"
     elif rows.longest < rows.limit or rows.cut == 0:
         cut_text = "none cut"
-    return f"Data: {rows.rows:,} rows of {name}, longest {rows.longest:,} tokens, {cut_text}"
+    count_text = f"{rows.rows:,} rows of {name}"
+    if rows.sampled_rows:
+        count_text = f"about {count_text}, by a sample of {rows.sampled_rows:,}"
+    return f"Data: {count_text}, longest {rows.longest:,} tokens, {cut_text}"
 
 
 # --------------------------------------------------------------------------------------------------

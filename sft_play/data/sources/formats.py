@@ -657,9 +657,7 @@ def _finish_chat(
     texts = (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL_CHARACTER.search(text) for text in texts):
         notes.append(NOTE_CONTROL)
-    return replace(
-        chat, messages=messages, unused=unused, notes=tuple(dict.fromkeys(notes))
-    )
+    return replace(chat, messages=messages, unused=unused, notes=tuple(dict.fromkeys(notes)))
 
 
 # A file has the format of its first row that has one; so many rows are looked at.
