@@ -28,6 +28,7 @@ from sft_play.machine.network import allowed_host_names
 from sft_play.machine.software import install_command
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
+from sft_play.process.waiting import importing
 from sft_play.runs.folder import read_json
 
 logger = logging.getLogger(__name__)
@@ -131,9 +132,10 @@ class TransformersService:
     def start(self) -> ServedEndpoint:
         """Load the model and serve it; returns once it answers."""
         try:
-            import uvicorn
+            with importing():
+                import uvicorn
 
-            from sft_play.finished.openai import openai_app
+                from sft_play.finished.openai import openai_app
         # without the package openai the module of transformers ends in a NameError (5.23)
         except (ImportError, NameError) as error:
             raise BackendError(

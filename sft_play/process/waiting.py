@@ -10,11 +10,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from sft_play.text import format_duration
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 # What takes long says so: a line after three seconds, then ever more rarely, with how much is done
@@ -55,6 +57,8 @@ class WaitProgress:
 
 # What this process waits for; the last one is a part of those before it, and speaks for all.
 _open_waits: list[WaitProgress] = []
+# When the last line was said (`time.monotonic`): many short parts are no reason for silence.
+_last_line_at = 0.0
 
 
 @contextlib.contextmanager
@@ -67,11 +71,15 @@ def report_wait(
     progress, is_finished = WaitProgress(task, unit, count_total), threading.Event()
 
     def report_lines() -> None:
+        global _last_line_at
         pause = FIRST_LINE_S
         while not is_finished.wait(pause):
+            is_innermost = bool(_open_waits) and _open_waits[-1] is progress
+            silence_s = time.monotonic() - _last_line_at
+            if _open_waits and silence_s >= (FIRST_LINE_S if is_innermost else pause):
+                _last_line_at = time.monotonic()
+                logger.info("%s", _open_waits[-1].line())
             pause = min(2 * pause, MAX_PAUSE_S)
-            if _open_waits and _open_waits[-1] is progress:
-                logger.info("%s", progress.line())
 
     reporter = threading.Thread(target=report_lines, name="waiting", daemon=True)
     _open_waits.append(progress)
@@ -82,6 +90,15 @@ def report_wait(
         is_finished.set()
         _open_waits.remove(progress)
         reporter.join()
+
+
+def report_each(task: str, items: Iterable[T], *, unit: str, count: int) -> Iterator[T]:
+    """Yield the items, of which there are `count`, and say how many are done where all of them take
+    longer than three seconds."""
+    with report_wait(task, unit=unit, count_total=lambda: count) as progress:
+        for item in items:
+            yield item
+            progress.add()
 
 
 # --------------------------------------------------------------------------------------------------
