@@ -44,7 +44,7 @@ from sft_play.planner.speed import (
     compile_reasons,
     find_speed_error,
 )
-from sft_play.text import GIB, format_duration, format_gib, plural, render_lines
+from sft_play.text import GIB, format_duration, format_gib, format_usd, plural, render_lines
 
 # Why a plan is as it is, a line each: what `make plan` prints as `Because:` and `plan.json` keeps;
 # at the end the candidates that it shows beside its choice, each with why it was not chosen.
@@ -513,16 +513,18 @@ def format_run_length(plan: Plan) -> str:
     steps = plural(run["steps"], "step")
     if run["hours"] is None:
         return f"{steps}; how long is not known before a first run on this machine"
-    seconds, basis = _estimate_duration(plan, run_length)
+    seconds, basis = estimate_duration(plan, run_length)
     text = f"{steps}; about {format_duration(seconds)}{basis}"
     if plan.speed_error is not None and plan.speed_error.share is not None:
         text += f" (speed may be {plan.speed_error.share:.0%} off)"
-    if run["cost"] is not None:
-        text += f"; costs {run['cost']:.2f}"
+    if run["cost"] is not None:  # of the hours of full rows
+        text += f"; costs {format_usd(run['cost'] * seconds / (3600 * run['hours']))}"
     return text
 
 
-def _estimate_duration(plan: Plan, run_length: RunLength) -> tuple[float, str]:
+def estimate_duration(plan: Plan, run_length: RunLength) -> tuple[float, str]:
+    """Seconds of the run, and by what rows, in words: those counted, else the size of the data,
+    else full ones."""
     if plan.row_tokens is None and run_length.tokens is not None:
         return (
             run_length.tokens / plan.speed.tokens_per_s + plan.compile_s,
@@ -560,7 +562,7 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
     if plan.run_length is None or plan.hardware.gpus:
         return []
     # by typical rates where this CPU's are not known
-    seconds, _ = _estimate_duration(plan, plan.run_length)
+    seconds, _ = estimate_duration(plan, plan.run_length)
     if seconds < LONG_CPU_RUN_S:
         return []
     duration_text = "some hours"
