@@ -210,7 +210,7 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, 
     assert len(last) <= 18
     assert [sum(line.startswith(part) for line in last) for part in ("Held-out ", "Asked: ")] == [2, 3]
     (memory,) = [line for line in last if "memory" in line]
-    own = r"Peak memory above the libraries' own, in [a-z]+: [\d.]+ GiB predicted, [\d.]+ GiB measured"
+    own = r"Peak memory above the libraries' own, in [a-z]+: at most [\d.]+ GiB predicted, [\d.]+ GiB measured"
     assert re.fullmatch(own, memory)
     assert f"Talk to it: make chat RUN={tmp_path}/outputs/one" in last
     assert last[-1] == f"Report: {tmp_path}/outputs/one/report.html"

@@ -487,7 +487,7 @@ def plan_summary_lines(
     return [
         (
             f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak"
-            f" {plan.memory.peak_text}"
+            f" {_bounded_peak(plan)}"
         ),
         f"{batch_text}; {format_run_length(plan)}",
         _format_data(plan, config, is_local=has_local_data),
@@ -501,8 +501,14 @@ def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
     return (
         f"Plan: {_format_mode(plan, config)} {plan.choice.verdict}; {format_run_length(plan)};"
-        f" predicted peak {plan.memory.peak_text}"
+        f" predicted peak {_bounded_peak(plan)}"
     )
+
+
+def _bounded_peak(plan: Plan) -> str:
+    # on a CPU: how much of freed tensors malloc keeps is not known
+    bound_text = "at most " * (not plan.hardware.gpus)
+    return f"{bound_text}{plan.memory.peak_text}"
 
 
 def format_run_length(plan: Plan) -> str:
