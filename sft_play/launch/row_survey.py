@@ -40,7 +40,7 @@ from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder, load_max_positions
 from sft_play.planner.batching import RowTokens, summarize_row_tokens
-from sft_play.process.waiting import importing, report_wait
+from sft_play.process.waiting import importing, report_each
 from sft_play.text import MIB
 
 logger = logging.getLogger(__name__)
@@ -178,25 +178,24 @@ def _sample_examples(
     most characters."""
     reader = ExampleReader(source, config.data, split=data_part_split(part))
     sample: list[NumberedExample] = []
-    longest: list[tuple[int, int, RawRow, RowFormat | None]] = []
-    with report_wait(
-        f"Looking at rows of {one_line(str(source))}", unit="rows", count_total=lambda: rows
-    ) as progress:
+
+    def read_sized_rows() -> Iterator[tuple[int, int, RawRow | BadRow, RowFormat | None]]:
         for raw, row_format in reader.raw_rows():
-            progress.add()
             if reader.rows % (rows // SAMPLE_ROWS) == 0:
                 sample.append((reader.rows, read_example(raw, row_format, config.data)))
-            if isinstance(raw, RawRow):
-                # numbers differ, so that no two rows are compared
-                item = (sum(map(len, iter_texts(raw.data))), reader.rows, raw, row_format)
-                if len(longest) < SAMPLE_LONGEST_ROWS:
-                    heapq.heappush(longest, item)
-                elif item[0] > longest[0][0]:
-                    heapq.heapreplace(longest, item)
-    return sample, [
+            texts = [] if isinstance(raw, BadRow) else iter_texts(raw.data)
+            yield sum(map(len, texts)), reader.rows, raw, row_format
+
+    sized_rows = report_each(
+        f"Looking at rows of {one_line(str(source))}", read_sized_rows(), unit="rows", count=rows
+    )
+    longest = [
         (number, read_example(raw, row_format, config.data))
-        for _, number, raw, row_format in longest
+        for _, number, raw, row_format in heapq.nlargest(
+            SAMPLE_LONGEST_ROWS, sized_rows, key=lambda item: item[0]
+        )
     ]
+    return sample, longest
 
 
 def _row_limit(config: RunConfig) -> int:
