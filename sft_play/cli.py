@@ -1,6 +1,7 @@
 """The program: reads the request, runs the command, writes its answer, and maps errors to exit
 codes."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from sft_play.process.environment import (
     compile_cache_variables,
     openmp_wait_variables,
 )
+from sft_play.process.waiting import report_wait
 from sft_play.variables import spell_commands
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.out is not None:
             require_writable_out(request.out)
         with translate_library_errors():
-            return write_result(commands.command_function(request.command)(request), request)
+            with _report_silence(request.command):
+                result = commands.command_function(request.command)(request)
+            return write_result(result, request)
     except SftPlayError as error:
         sys.stdout.flush()  # so that the error comes last where both streams go to one file
         if not failures.report_to_agent(error):  # a rank's agent reports it once for all ranks
@@ -72,6 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not failures.report_to_agent(error):
             raise  # entry tells a Ctrl-C that a library has reworded from a fault of ours
         return exit_codes.EXIT_FAULT
+
+
+# What a command does where none of its parts says so; others have lines of their own, or wait for
+# the user.
+_COMMAND_TASKS = {
+    "plan": "Planning",
+    "doctor": "Checking this machine",
+    **dict.fromkeys(
+        ("eval", "ship", "merge", "merge-test", "export", "export-test", "infer", "consolidate"),
+        "Working on the run",
+    ),
+}
+
+
+def _report_silence(command: str) -> contextlib.AbstractContextManager[object]:
+    if command not in _COMMAND_TASKS:
+        return contextlib.nullcontext()
+    return report_wait(_COMMAND_TASKS[command])
 
 
 def _write_json_error(

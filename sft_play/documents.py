@@ -42,6 +42,7 @@ from sft_play.data.sources.raw import (
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.machine.host import cpu_cores
+from sft_play.machine.software import install_command
 from sft_play.process.signals import die_with_parent
 from sft_play.process.waiting import report_wait
 from sft_play.text import MIB, plural
@@ -456,7 +457,8 @@ def _require_packages() -> None:
     if missing:
         raise DataError(
             f"make dapt-docx needs packages that are not installed in {sys.prefix}:"
-            f" {', '.join(missing)}; install them there: pip install 'sft-play[documents]'"
+            f" {', '.join(missing)}; install them there:"
+            f" {install_command('sft-play[documents]')}"
         )
 
 

@@ -55,6 +55,11 @@ def format_duration(seconds: float) -> str:
     return plural(max(1, round(seconds)), "second")
 
 
+def format_usd(usd: float) -> str:
+    """An amount in US dollars without their name: `1,234.50`, or `under 0.01`."""
+    return f"{usd:,.2f}" if usd >= 0.005 else "under 0.01"
+
+
 # --------------------------------------------------------------------------------------------------
 # Text for pages: tables, sizes and lists, where what is not known is `n/a`.
 

@@ -14,7 +14,9 @@ from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import BudgetResult, Offer, compare_machine_prices
 from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.explain import format_run_length
 from sft_play.planner.plan import RunLength
+from sft_play.text import format_duration
 from tests.conftest import Command
 
 TODAY = date(2026, 11, 23)
@@ -83,6 +85,20 @@ def test_cheapest_and_fastest_are_within_the_budget_on_random_offers():
         assert (data["cheapest"] is None) == (not within)
         seen.add((bool(found.offers), bool(within), found.fastest == (within or [None])[0]))
     assert len(seen) == 4
+
+
+def test_small_costs_are_said_in_one_line_and_hours_as_the_plans_page_has_them():
+    cheap = replace(offers(random.Random(3))[0], cost=0.004)
+    lines = BudgetResult(5, (cheap, cheap), (), TODAY).lines()
+    assert (len(lines), "0.00" in " ".join(lines), "under 0.01 USD" in lines[-1]) == (3, False, True)
+    config = config_from_text(RUN, name="run.yaml")
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xH100"), has_eval=False)
+    name, machine, price_list = priced("1xH100", 3.0)
+    made = make_plan(replace(request, hardware=machine), estimate_run_length=lambda _: RunLength(500, 100_000))
+    found = compare_machine_prices(5.0, [(name, machine, price_list)], make_machine_plan=lambda _: made, today=TODAY)
+    assert found.offers[0].hours == pytest.approx((100_000 / made.speed.tokens_per_s + made.compile_s) / 3600)
+    assert f"about {format_duration(3600 * found.offers[0].hours)} by the size of the data" in format_run_length(made)
+    assert found.basis == " by the size of the data"
 
 
 def test_hours_and_cost_are_those_of_each_machines_own_plan():

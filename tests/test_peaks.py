@@ -114,6 +114,11 @@ def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
     assert line == "Peak memory reserved on a GPU, in evaluation: 70.00 GiB predicted, 80.00 GiB measured"
 
 
+def test_on_a_cpu_a_predicted_peak_is_said_as_the_bound_that_it_is():
+    figures = {"predicted_reserved": 2 * GIB, "measured_reserved": None, "measured_rss": GIB}
+    assert format_peak({"moment": "training", **figures}).endswith("at most 2.00 GiB predicted, 1.00 GiB measured")
+
+
 def test_a_predicted_peak_in_loading_says_that_pages_of_files_can_be_dropped() -> None:
     """They are not required, so that a CPU's peak may be more than what is."""
     on_cpu = MemoryEstimate(load_bytes=2 * GIB, by_moment={"training": (GIB, GIB), "loading": (2 * GIB, 4 * GIB)})

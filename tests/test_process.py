@@ -7,7 +7,6 @@ import json
 import random
 import re
 import tracemalloc
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -419,9 +418,6 @@ class TestStyleOfARun:
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
 
-needs_datasketch = pytest.mark.skipif(find_spec("datasketch") is None, reason="datasketch is not installed here")
-
-
 def plain_set(text: str) -> set[tuple[str, ...]]:
     """Runs of three words by a second way: letters and digits of ASCII texts."""
     words = re.split(r"[^a-z0-9_]+", text.lower())
@@ -451,7 +447,6 @@ def varied(draw: random.Random, vocabulary: int) -> list[str]:
     return texts
 
 
-@needs_datasketch
 @pytest.mark.parametrize("seed", range(12))
 def test_pairs_are_found_and_no_others(seed):
     draw = random.Random(seed)
@@ -517,7 +512,6 @@ def rows_with_copies() -> list[dict]:
     return [*rows, copy, rows[5]]
 
 
-@needs_datasketch
 def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(near, tmp_path):
     rows = rows_with_copies()
     report, kept = near(rows=rows)
@@ -534,7 +528,6 @@ def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(n
     assert not any("Near" in line for line in report.lines())
 
 
-@needs_datasketch
 @pytest.mark.parametrize("row", [
     chat(LONG.format("city7"), "another answer"),
     {"question": LONG.format("city7"), "answer": 4, "choices": ["a", "b"]},
@@ -554,7 +547,6 @@ def test_a_test_files_question_is_found_in_training_rows_whatever_its_form(near,
     assert f"Training rows nearly in {other}: 1, left out" in "\n".join(report.lines())
 
 
-@needs_datasketch
 def test_held_out_rows_are_left_alone_by_what_they_overlap_with(near, tmp_path):
     other = str(write(tmp_path / "test.jsonl", *rows_with_copies()))
     rows = [*rows_with_copies(), *(chat(f"is {n} left to train on?", f"yes, {n} is") for n in range(9))]
@@ -566,14 +558,12 @@ def test_held_out_rows_are_left_alone_by_what_they_overlap_with(near, tmp_path):
 def test_what_cannot_be_read_or_is_no_similarity_is_refused(near, tmp_path):
     with pytest.raises(ConfigError, match="similarity"):
         near("similarity=0.2", rows=[])
-    pytest.importorskip("datasketch")
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "\xff"}')
     for file, why in (("bad.jsonl", ""), ("gone.jsonl", r".*gone\.jsonl does not exist")):
         with pytest.raises(DataError, match=rf"^data\.process\.compare_with: {why}"):
             near(f"compare_with=[{tmp_path}/{file}]", rows=rows_with_copies())
 
 
-@needs_datasketch
 def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
     """Where they exist, and are neither written here nor raw rows to train on."""
     rows = [chat(LONG.format(f"city{n}"), f"answer {n} " * 9) for n in range(8)]
@@ -602,7 +592,6 @@ def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
     assert not overlaps(f"val_path: {tmp_path}/out/train.jsonl").overlaps
 
 
-@needs_datasketch
 def test_rows_of_one_form_are_compared_with_few_and_in_bounded_time():
     """Texts that share most of their words share their keys; of those only the likeliest are compared."""
     draw, sketches = random.Random(1), SketchMaker(0.9)
@@ -617,7 +606,6 @@ def test_rows_of_one_form_are_compared_with_few_and_in_bounded_time():
     assert found[0] == pytest.approx(jaccard(" ".join(words), " ".join(copy)))
 
 
-@needs_datasketch
 def test_counting_stops_where_it_would_take_too_much_memory(near, monkeypatch):
     monkeypatch.setattr("sft_play.data.process.MAX_INDEX_BYTES", 8_000)
     rows = rows_with_copies()

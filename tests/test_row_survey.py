@@ -79,6 +79,34 @@ def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, succeed
     assert planned(succeed, run)["row_tokens"]["longest"] > first["row_tokens"]["longest"]
 
 
+def test_of_many_rows_a_plan_takes_a_sample_and_training_counts_all(run, tiny_llama, succeed, monkeypatch):
+    """The longest row is in no sample by chance, and decides the memory all the same."""
+    monkeypatch.setattr(row_survey, "SAMPLE_ROWS", 10)
+    monkeypatch.setattr(row_survey, "SAMPLE_LONGEST_ROWS", 1)
+    monkeypatch.delenv("WHY", raising=False)
+    train = write(run.parent / "train.jsonl", [LONG if n == 6 else SHORT for n in range(42)])
+    plan, lengths = planned(succeed, run), tokens(tiny_llama, train)
+    found = plan["row_tokens"]
+    assert (found["sampled_rows"], found["rows"], found["longest"]) == (10, 40, max(lengths))
+    assert found["mean"] == pytest.approx(sum(lengths[3::4]) / 10)
+    assert "by a sample of 10, " in succeed("plan", "--config", str(run))
+    assert "estimated from a sample of 10 rows; training counts all" in " ".join(plan["reasons"])
+    succeed("train", "--config", str(run), "output.name=all")
+    found = json.loads((run.parent / "outputs" / "all" / "plan.json").read_text())["row_tokens"]
+    assert (found["sampled_rows"], found["rows"]) == (0, 42)
+    assert "42 rows of " in succeed("plan", "--config", str(run))  # from then on
+    write(train, ["yes <|im_start|>"] * 41 + [SHORT])
+    assert "data.on_bad_row=skip" in succeed("plan", "--config", str(run), "data.train_path=" + str(spoilt(train)))
+
+
+def spoilt(path: Path) -> Path:
+    """The file with a row of no use where a sample looks."""
+    lines = path.read_text().splitlines()
+    lines[3] = '{"messages": 5}'
+    path.write_text("\n".join(lines))
+    return path
+
+
 def test_rows_that_cannot_be_read_leave_a_plan_for_full_rows(run, succeed):
     (run.parent / "train.jsonl").write_text("{broken\n" * 5)
     plan = planned(succeed, run)

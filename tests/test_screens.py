@@ -163,7 +163,7 @@ def config(tmp_path, tiny_llama, sums) -> Path:
 def test_check_says_one_line_or_what_is_wrong(config, tmp_path, sums, command, succeed, monkeypatch):
     said = succeed("check", "--config", str(config))
     *waited, line = said.splitlines()
-    assert all(one.endswith(" s so far") for one in waited)  # what takes long on a busy machine says so
+    assert all(" s so far" in one for one in waited)  # what takes long on a busy machine says so
     assert re.fullmatch(r"\[check\] Ready to train: \d+ ok \([^)]+\); WHY=1 shows each", line)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(sums.read_text() + '{"messages": []}\n')
@@ -185,7 +185,7 @@ def test_check_says_one_line_or_what_is_wrong(config, tmp_path, sums, command, s
 def messages(text: str) -> list[str]:
     """What lines of a terminal, or of train.log, say, without those of what takes long."""
     lines = (re.sub(r"^(\[[a-z-]+\]( warning:)?|\S+ [A-Z]+ [\w.]+:) ", "", line) for line in text.splitlines())
-    return [line for line in lines if not line.endswith(" s so far")]
+    return [line for line in lines if " s so far" not in line]
 
 
 @pytest.mark.build
@@ -221,7 +221,7 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, 
     counts = [sum(line.startswith(part) for line in last) for part in ("Held-out ", "Asked: ", "  before: ")]
     assert counts == [3 - ranks, 3, 3]
     (memory,) = [line for line in last if "memory" in line]
-    own = r"Peak memory above the libraries' own, in [a-z]+: [\d.]+ GiB predicted, [\d.]+ GiB measured"
+    own = r"Peak memory above the libraries' own, in [a-z]+: at most [\d.]+ GiB predicted, [\d.]+ GiB measured"
     assert re.fullmatch(own, memory)
     run = f"RUN={tmp_path}/outputs/one"
     assert f"Talk to it: make chat {run}" in last

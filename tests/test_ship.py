@@ -19,11 +19,12 @@ from sft_play.cli import main
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError
 from sft_play.finished import evaluation, metrics, respond, ship
-from sft_play.finished.evaluation import chat_rows, distinct_rows, general_sample, text_rows
+from sft_play.finished.evaluation import chat_rows, distinct_rows, text_rows
 from sft_play.finished.export.checks import MergeTest, mean_divergence
 from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.respond import load_held_out_rows
 from sft_play.finished.run import find_finished_run
+from sft_play.finished.ship import general_sample
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat, write_rows, write_run
 
@@ -228,7 +229,7 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     sample = general_sample()
     texts, conversations = sample.texts, sample.chats
     everything = [*texts, *(message["content"] for messages in conversations for message in messages)]
-    assert evaluation.GENERAL_SAMPLE_VERSION == "general-1"
+    assert ship.GENERAL_SAMPLE_VERSION == "general-1"
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
@@ -406,6 +407,18 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
     assert {"versions", "weights", "base", "rows_sha256", "sample", "thresholds", "evidence"} <= set(answer)
     task = answer["evidence"]["task"]
     assert (task["split"], task["losses"]["tokens"]) == ("val" if rows else "", [])
+
+
+@pytest.mark.build
+def test_a_run_whose_record_says_that_rows_are_too_few_is_refused_without_reading_them(tmp_path, command, monkeypatch):
+    monkeypatch.setattr(evaluation, "judge_run", lambda *_, **__: pytest.fail("its rows were read"))
+    folder = random_run(tmp_path, "lora", rows=24)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["data"] = {**(manifest.get("data") or {}), "val": {"report": {"rows_kept": 12}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    code, answer = shipped(command, folder)
+    assert (code, answer["verdict"], "12 held-out rows" in answer["reasons"][0]) == (2, "do not ship", True)
+    assert json.loads((folder / "ship.json").read_text())["checks"] == answer["checks"]
 
 
 def random_run(folder: Path, mode: str, *, rows: int) -> Path:

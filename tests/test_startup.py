@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,12 @@ WRONG_FOLDER = {
     ("output.name=held", "output.if_exists=replace"): "is being written by another process",
 }
 STARTS = {"train": [], "train-distributed": ["--nproc", "2"]}
+ANSWERED = {
+    ("check", "data.train_path=empty.jsonl"): (2, "empty.jsonl has no rows: the file is empty"),
+    ("check", "data.train_path=broken.jsonl"): (2, "130 x not valid JSON"),
+    ("check", "train.report_to=[mlflow]", "data.train_path=good.jsonl"): (2, "pip install mlflow, or leave it out"),
+    ("plan", "data.train_path=empty.jsonl"): (0, "would stop: empty.jsonl has no rows: the file is empty"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +111,11 @@ def refused(place):
     """By command and words: the exit code, what was said, and the libraries that were loaded by then."""
     asked = [(command, f"data.train_path={name}.jsonl") for command in STARTS for name in WRONG_DATA]
     asked += [(command, *words) for command in STARTS for words in WRONG_FOLDER]
-    asked += [("train-distributed", "data.train_path=good.jsonl")]
+    asked += [*ANSWERED, ("train-distributed", "data.train_path=good.jsonl")]
     # rows that a plan has counted need no tokenizer at a start
     in_a_process("from sft_play.cli import main; import sys; sys.exit(main(sys.argv[1:]))", place, "plan", "--config",
                  "run.yaml", "data.train_path=good.jsonl")  # fmt: skip
-    lines = [[command, "--config", "run.yaml", *STARTS[command], *words] for command, *words in asked]
+    lines = [[command, "--config", "run.yaml", *STARTS.get(command, []), *words] for command, *words in asked]
     answers = json.loads(in_a_process(SEVERAL, place, given=json.dumps(lines)).splitlines()[-1])
     return dict(zip(asked, answers, strict=True))
 
@@ -119,6 +126,13 @@ def test_data_that_cannot_be_read_is_refused_before_a_library_loads(command, nam
     code, said, loaded = refused[command, f"data.train_path={name}.jsonl"]
     # not even planned
     assert (code, loaded, WRONG_DATA[name] in said, "Choice:" in said) == (2, [], True, False), said
+
+
+@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed here")
+@pytest.mark.parametrize("asked", ANSWERED)
+def test_what_needs_no_library_is_answered_without_one(asked, refused):
+    code, said, loaded = refused[asked]
+    assert (code, loaded, ANSWERED[asked][1] in said) == (ANSWERED[asked][0], [], True), said
 
 
 @pytest.mark.parametrize("words", WRONG_FOLDER)

@@ -297,6 +297,18 @@ def test_a_total_is_said_where_it_can_be_right():
         assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("done", "total", "elapsed_s", "left"),
+    [(20, 100, 12.0, ", about 48 seconds left"), (20, 100, 2.0, ""), (0, 100, 12.0, ""), (5, None, 12.0, ""),
+     (120, 100, 12.0, ""), (50, 100, 600.0, ", about 10 minutes left")],
+)  # fmt: skip
+def test_the_time_left_is_said_once_it_can_be_told(done, total, elapsed_s, left, monkeypatch):
+    one = WaitProgress("Reading", "rows", lambda: total)
+    one.add(done)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda start=one._started_at: start + elapsed_s)
+    assert one.line().endswith(f" {elapsed_s:.0f} s so far{left}")
+
+
 def test_rows_are_counted_by_lines_and_row_groups_and_by_nothing_that_has_to_be_read(tmp_path: Path):
     chance = random.Random(8)
     for number in range(12):

@@ -48,6 +48,7 @@ from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import detect_hardware
 from sft_play.machine.network import is_local
 from sft_play.process.environment import set_deepspeed_to_cpu
+from sft_play.process.waiting import importing, report_wait
 from sft_play.runs.lookup import check_run_name, lock_run, open_run, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.prepare.library_messages import quiet_libraries
@@ -69,7 +70,8 @@ def _eval(request: Request) -> CommandResult:
     if request.data is not None:
         require_source(request.data, "DATA")
     finished = find_request_run(request)
-    from sft_play.finished.evaluation import evaluate_run
+    with importing():
+        from sft_play.finished.evaluation import evaluate_run
 
     return command_result(
         evaluate_run(
@@ -92,11 +94,15 @@ def _ship(request: Request) -> CommandResult:
 
         return command_result(replay_verdict(request.replay))
     finished = find_request_run(request)
-    from sft_play.finished.evaluation import SHIP_ROWS, judge_run
+    from sft_play.finished.ship import SHIP_ROWS, refuse_few_rows
 
-    return command_result(
-        judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance)
-    )
+    max_rows = request.limit or SHIP_ROWS
+    if refused := refuse_few_rows(finished, max_rows):
+        return command_result(refused)
+    with importing():
+        from sft_play.finished.evaluation import judge_run
+
+    return command_result(judge_run(finished, max_rows=max_rows, tolerance=request.tolerance))
 
 
 def _report(request: Request) -> CommandResult:
@@ -162,7 +168,8 @@ def _infer(request: Request) -> CommandResult:
         raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.respond import infer
+    with importing():
+        from sft_play.finished.respond import infer
 
     return command_result(
         infer(finished, request.input, request.output, max_new_tokens=request.max_new_tokens or 256)
@@ -172,7 +179,8 @@ def _infer(request: Request) -> CommandResult:
 def _chat(request: Request) -> CommandResult:
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.respond import CHAT_HELP, Conversation, Responder
+    with importing():
+        from sft_play.finished.respond import CHAT_HELP, Conversation, Responder
 
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
@@ -180,8 +188,10 @@ def _chat(request: Request) -> CommandResult:
         sys.stdout.write(escape_control(text))  # the model's text, and names of the run's folder
         sys.stdout.flush()
 
+    with report_wait("Loading the run"):
+        responder = Responder(finished)
     conversation = Conversation(
-        Responder(finished),
+        responder,
         show,
         max_new_tokens=request.max_new_tokens or 512,
         temperature=request.temperature or 0.0,
@@ -220,7 +230,7 @@ def _serve(request: Request) -> int:
             " use an ssh tunnel instead",
             one_line(host),
         )
-    with redirect_stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json), report_wait("Starting to serve"):
         serving = service.start()
     write_result(command_result(serving), request)
     with redirect_stdout_to_stderr(enabled=request.json):
@@ -246,7 +256,8 @@ def _merge(request: Request) -> CommandResult:
         request.out or finished.folder.path / MERGED_FOLDER,
         replace=request.force,
     )
-    from sft_play.finished.export.merge import merge_run
+    with importing():
+        from sft_play.finished.export.merge import merge_run
 
     with lock_run(finished.folder):
         merged = merge_run(
@@ -262,7 +273,8 @@ def _merge(request: Request) -> CommandResult:
 def _merge_test(request: Request) -> CommandResult:
     finished = find_request_run(request)
     require_merged(finished, request.out or finished.folder.path / MERGED_FOLDER)
-    from sft_play.finished.export.checks import MERGE_TEST_ROWS, merge_test
+    with importing():
+        from sft_play.finished.export.checks import MERGE_TEST_ROWS, merge_test
 
     return command_result(
         merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS),
@@ -291,7 +303,8 @@ def _export(request: Request) -> CommandResult:
     )
     if request.llama_cpp is not None and request.format != "vllm":
         find_converter(request.llama_cpp)
-    from sft_play.finished.export.export import export_run
+    with importing():
+        from sft_play.finished.export.export import export_run
 
     with lock_run(finished.folder):
         exported = export_run(
@@ -308,7 +321,8 @@ def _export(request: Request) -> CommandResult:
 def _export_test(request: Request) -> CommandResult:
     finished = find_request_run(request)
     find_gguf(finished, request.out)
-    from sft_play.finished.export.checks import EXPORT_TEST_ROWS, export_test
+    with importing():
+        from sft_play.finished.export.checks import EXPORT_TEST_ROWS, export_test
 
     return command_result(
         export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS),

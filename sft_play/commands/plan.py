@@ -52,6 +52,7 @@ from sft_play.planner.advice import (
 )
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, require_fit
+from sft_play.process.waiting import report_each
 from sft_play.variables import spell_commands
 
 logger = logging.getLogger(__name__)
@@ -313,7 +314,7 @@ def _plan_whatif_cells(
     keeps_params: bool,
 ) -> list[tuple[tuple[str, ...], Plan]]:
     cells = []
-    for cell, config in configs:
+    for cell, config in report_each("Planning", configs, unit="cells", count=len(configs)):
         # the lengths of the base's rows for a cell that has the same ones, at whatever limit
         keys = [(one.data, one.task_mode, one.model.name) for one in (config, base_config)]
         with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
@@ -395,9 +396,10 @@ def make_budget(
             return None
         return plan_request(request, include_suggestions=False)
 
+    machines = list(_priced_machines(requested_machine))
     return compare_machine_prices(
         budget_usd,
-        _priced_machines(requested_machine),
+        report_each("Planning", machines, unit="machines", count=len(machines)),
         make_machine_plan=plan_machine,
         today=datetime.now(UTC).date(),
     )

@@ -601,7 +601,7 @@ class _Processor:
         if not reason and self._compares_rows and not splits_with_row:
             index, is_dropped = self._similarity_index, options.near_duplicates == "drop"
             if not sketches:
-                sketches = [self._sketch_maker.sketch(compared_texts(example)[0])]
+                sketches = [self._sketch_maker.sketch(next(compared_texts(example)))]
             match = index.nearest(sketches[0])
             if match is not None:  # later rows are not compared with it then
                 report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")

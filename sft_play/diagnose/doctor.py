@@ -55,6 +55,7 @@ from sft_play.planner.plan import MORE_SPACE_REMEDY, DiskUsage, Plan, planned_di
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise
+from sft_play.process.waiting import report_wait
 from sft_play.runs.folder import read_json
 from sft_play.runs.lookup import output_dir
 from sft_play.text import GIB, MIB, format_size, plural, render_lines
@@ -635,9 +636,10 @@ def _multi_rank_findings(
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
     # importing torch from a cold disk takes most of the limit, NCCL's startup up to 10 s on many
     # nodes
-    outcome = run_all_reduce(
-        system_facts.hardware, options, limit_s=40.0, environment=rank_environment
-    )
+    with report_wait("Letting all ranks add up a tensor, for at most 40 s"):
+        outcome = run_all_reduce(
+            system_facts.hardware, options, limit_s=40.0, environment=rank_environment
+        )
     return [*findings, judge_all_reduce(outcome, system_facts, options.nodes)]
 
 

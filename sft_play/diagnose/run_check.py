@@ -19,6 +19,7 @@ from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
+from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.diagnose import doctor
 from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
@@ -36,6 +37,7 @@ from sft_play.models.config_json import (
     load_max_positions,
     require_available_model,
 )
+from sft_play.planner.backend import check_trackers
 from sft_play.planner.batching import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.waiting import importing, report_wait
@@ -289,6 +291,9 @@ class _RunChecks:
         if not self._has_model_files:
             yield skip_finding("tokenizer", "not without the model files; see there")
             return
+        if blocker := self._find_blocker():
+            yield skip_finding("tokenizer", f"not before the {blocker}; see there")
+            return
         # here and not at the top: the checks before it answer without any library
         with importing():
             importlib.import_module("sft_play.training.prepare.model_spec")
@@ -300,6 +305,21 @@ class _RunChecks:
         yield pass_finding(
             "tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)])
         )
+
+    def _find_blocker(self) -> str:
+        """What has to be put right first, as it is known without a library; empty where nothing
+        is."""
+        config = self._config
+        try:
+            if config.tuning.backend == "bnb" and not self._hardware.named:
+                check_trackers(config)
+        except ConfigError:
+            return "tracker is installed"
+        try:
+            check_first_rows(config.data, find_data_paths(config.data), task_mode=config.task_mode)
+        except SftPlayError:
+            return "rows can be read"
+        return ""
 
     def _check_template(self) -> Iterator[Finding]:
         if self._tokenizer is None:

@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,32 +47,39 @@ from sft_play.finished.respond import (
     build_run_splits,
     compute_dtype,
     evenly_spaced_indices,
-    find_continued_adapter,
     load_held_out_rows,
     measure_both_models,
 )
 from sft_play.finished.run import (
     FinishedRun,
+    find_continued_adapter,
     find_merged_model,
     next_command_line,
     translate_write_errors,
 )
 from sft_play.finished.ship import (
+    GENERAL_SAMPLE_VERSION,
     SHIP_FILE,
+    SHIP_ROWS,
     Evidence,
     GeneralEvidence,
+    GeneralSample,
     Losses,
     MergeEvidence,
     ShipResult,
     TaskEvidence,
     Thresholds,
+    build_provenance,
     chance_losses,
+    general_sample,
     judge_evidence,
     too_few_rows_reason,
 )
 from sft_play.log import one_line
+from sft_play.machine.software import install_command
 from sft_play.models.config_json import base_weights_identity
-from sft_play.runs.folder import installed_versions, write_json, write_text
+from sft_play.process.waiting import report_wait
+from sft_play.runs.folder import write_json, write_text
 from sft_play.runs.lookup import lock_run
 from sft_play.text import align_columns
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
@@ -138,7 +144,12 @@ def score_rows(
     was_training, start = model.training, 0
     model.eval()
     try:
-        with fused_head(model, from_class_logits=has_custom_logits(model.config)):
+        with (
+            fused_head(model, from_class_logits=has_custom_logits(model.config)),
+            report_wait(
+                "Computing losses", unit="rows", count_total=lambda: len(lengths)
+            ) as progress,
+        ):
             while start < len(order):
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, max_batch_tokens // longest)]
@@ -150,6 +161,7 @@ def score_rows(
                         zip(batch, _score_batch(model, batch_rows, autocast_dtype), strict=True)
                     )
                     start += len(batch)
+                    progress.add(len(batch))
                     continue
                 except RuntimeError as error:
                     if len(batch) == 1 or not should_reduce_batch_size(error):
@@ -333,7 +345,8 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
     if not tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("TASKS= needs lm-evaluation-harness: pip install 'sft-play[tasks]'")
+        command = install_command("sft-play[tasks]")
+        raise ConfigError(f"TASKS= needs lm-evaluation-harness: {command}")
     from lm_eval.tasks import TaskManager
 
     manager, task_names = TaskManager(), list[str]()
@@ -631,46 +644,11 @@ def _rows_jsonl(
 
 
 # --- what `make ship` measures --------------------------------------------------------------------
-SHIP_ROWS = 300
-# Of the general sample; a change of a row is a new one.
-GENERAL_SAMPLE_VERSION = "general-1"
 # Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more
 # than a model has positions.
 _MAX_ROW_TOKENS = 512
 
 LabelledRow = dict[str, list[int]]
-
-
-# --- the general sample ---------------------------------------------------------------------------
-#
-# Short texts and chats about everything, that show what a fine-tuned model has lost. Written for
-# this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17
-# languages and formats, data, 26 human languages, instructions and letters; and chats from one
-# question to four turns, with and without a system prompt.
-@dataclass(frozen=True)
-class GeneralSample:
-    """The texts and the chats (messages), with the digest of their two files."""
-
-    texts: tuple[str, ...]
-    chats: tuple[tuple[dict[str, str], ...], ...]
-    sha256: str
-
-
-def general_sample() -> GeneralSample:
-    """The sample that ships with the project."""
-    files = {
-        name: Path(__file__).with_name("general").joinpath(f"{name}.jsonl").read_bytes()
-        for name in ("text", "chats")
-    }
-    lines = {
-        name: [json.loads(line) for line in data.decode("utf-8").splitlines()]
-        for name, data in files.items()
-    }
-    return GeneralSample(
-        tuple(row["text"] for row in lines["text"]),
-        tuple(tuple(row["messages"]) for row in lines["chats"]),
-        hashlib.sha256(files["text"] + files["chats"]).hexdigest(),
-    )
 
 
 def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
@@ -719,15 +697,8 @@ def judge_run(
     thresholds = Thresholds()
     if tolerance is not None:
         thresholds = replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
-    sample, continued_adapter = general_sample(), find_continued_adapter(run)
-    provenance: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sample": {"version": GENERAL_SAMPLE_VERSION, "sha256": sample.sha256},
-        "weights": {"sha256": base_weights_identity(str(run.weights), None)["sha256"]},
-        "base": (run.manifest.get("data") or {}).get("weights"),
-        "before": continued_adapter.name if continued_adapter else None,
-        "versions": installed_versions(),
-    }
+    sample = general_sample()
+    provenance = build_provenance(run, sample)
     with lock_run(run.folder):
         held_out_rows = load_held_out_rows(run)
         rows, left_out = distinct_rows(held_out_rows, max_rows)

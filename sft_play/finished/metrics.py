@@ -22,6 +22,7 @@ import regex
 from sft_play.data.sources.messages import Message
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
+from sft_play.machine.software import install_command
 from sft_play.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _MAX_DRAWN_ROWS = 4_000_000
 
 CONFIDENCE_LEVEL, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 0.95, 10_000, 0
 
-_INSTALL_EVAL = "pip install 'sft-play[eval]'"
+_EVAL_EXTRA = "sft-play[eval]"
 
 # Characters of scripts that put no spaces between words.
 _UNSPACED_SCRIPTS = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
@@ -78,7 +79,9 @@ def select_metrics(names: Sequence[str]) -> list[Metric]:
     if not names:
         if missing:
             logger.info(
-                "Not measured: %s; %s adds what they need", ", ".join(missing), _INSTALL_EVAL
+                "Not measured: %s; %s adds what they need",
+                ", ".join(missing),
+                install_command(_EVAL_EXTRA),
             )
         names = [name for name in BUILT_IN_METRICS if name not in missing]
     if NO_METRICS in names and len(set(names)) > 1:
@@ -98,7 +101,8 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if name in missing:
         raise ConfigError(
-            f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}: {_INSTALL_EVAL}"
+            f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}:"
+            f" {install_command(_EVAL_EXTRA)}"
         )
     if name == "chrf":
         from sacrebleu.metrics.chrf import CHRF

@@ -36,6 +36,7 @@ from sft_play.errors import DataError, ModelError
 from sft_play.finished.run import (
     FinishedRun,
     base_model_folder,
+    find_continued_adapter,
     next_command_line,
     translate_write_errors,
 )
@@ -120,30 +121,6 @@ def load_base_model(run: FinishedRun) -> Any:
     return model.eval()
 
 
-@dataclass(frozen=True)
-class ContinuedAdapter:
-    """The adapter that a run began from (`model.adapter`): its folder, the digest of its weights,
-    and its name."""
-
-    folder: Path
-    sha256: str
-    name: str
-
-
-def find_continued_adapter(run: FinishedRun) -> ContinuedAdapter | None:
-    """The adapter that the run continued, as its manifest records it; None where it trained a new
-    one."""
-    record = (run.manifest.get("data") or {}).get("adapter")
-    if record is None:
-        return None
-    name = (
-        f"run {record['run']}'s adapter"
-        if record.get("run")
-        else f"the adapter {one_line(record['path'])}"
-    )
-    return ContinuedAdapter(Path(record["path"]), str(record["sha256"]), name)
-
-
 def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
     """Run `measure(model_label, model)` on the model before training (the base, or the adapter that
     was continued) and on the trained one; returns both results. `model_label` names the model in
@@ -197,7 +174,7 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             with torch.device("meta"):
                 tower = locate_text_tower(full_config, AutoModelForCausalLM.from_config(config))
             key_mapping = tower.key_mapping if tower is not None else None
-        with silence_load_report():
+        with silence_load_report(), report_wait(f"Loading the weights of {one_line(str(folder))}"):
             model, loading_info = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 config=config,

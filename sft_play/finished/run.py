@@ -113,6 +113,30 @@ def find_finished_run(
     return FinishedRun(folder, config, manifest, weights)
 
 
+@dataclass(frozen=True)
+class ContinuedAdapter:
+    """The adapter that a run began from (`model.adapter`): its folder, the digest of its weights,
+    and its name."""
+
+    folder: Path
+    sha256: str
+    name: str
+
+
+def find_continued_adapter(run: FinishedRun) -> ContinuedAdapter | None:
+    """The adapter that the run continued, as its manifest records it; None where it trained a new
+    one."""
+    record = (run.manifest.get("data") or {}).get("adapter")
+    if record is None:
+        return None
+    name = (
+        f"run {record['run']}'s adapter"
+        if record.get("run")
+        else f"the adapter {one_line(record['path'])}"
+    )
+    return ContinuedAdapter(Path(record["path"]), str(record["sha256"]), name)
+
+
 def find_run_folder(
     output_folder: Path, name: str | None, *, must_be_finished: bool = False
 ) -> RunFolder:

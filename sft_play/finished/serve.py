@@ -25,8 +25,10 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.finished.run import FinishedRun, describe_context_window, next_command_line
 from sft_play.log import one_line
 from sft_play.machine.network import allowed_host_names
+from sft_play.machine.software import install_command
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
+from sft_play.process.waiting import importing
 from sft_play.runs.folder import read_json
 
 logger = logging.getLogger(__name__)
@@ -130,14 +132,15 @@ class TransformersService:
     def start(self) -> ServedEndpoint:
         """Load the model and serve it; returns once it answers."""
         try:
-            import uvicorn
+            with importing():
+                import uvicorn
 
-            from sft_play.finished.openai import openai_app
+                from sft_play.finished.openai import openai_app
         # without the package openai the module of transformers ends in a NameError (5.23)
         except (ImportError, NameError) as error:
             raise BackendError(
-                f"the server of transformers cannot be used here ({one_line(str(error))}): pip"
-                " install 'sft-play[serve]', with the transformers of requirements.lock"
+                f"the server of transformers cannot be used here ({one_line(str(error))}):"
+                f" {install_command('sft-play[serve]')}, with the transformers of requirements.lock"
             ) from None
         from sft_play.finished.respond import Responder
         from sft_play.training.prepare.library_messages import quiet_libraries

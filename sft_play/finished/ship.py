@@ -14,10 +14,12 @@ rows). A base that is worse than that (random weights, or a language that it is 
 is another) gets better by any noise that makes it less sure, and worse by nothing.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,10 +31,22 @@ from sft_play.answers import Answer
 from sft_play.errors import ConfigError
 from sft_play.exit_codes import DO_NOT_SHIP, EXIT_KINDS
 from sft_play.finished.metrics import Interval, paired_bootstrap
-from sft_play.finished.run import next_command_line
+from sft_play.finished.run import (
+    FinishedRun,
+    find_continued_adapter,
+    next_command_line,
+    translate_write_errors,
+)
 from sft_play.log import one_line
+from sft_play.models.config_json import base_weights_identity
+from sft_play.runs.folder import installed_versions
+from sft_play.runs.lookup import lock_run
 
 SHIP_FILE = "ship.json"
+# Held-out rows that are measured at most.
+SHIP_ROWS = 300
+# Of the general sample; a change of a row is a new one.
+GENERAL_SAMPLE_VERSION = "general-1"
 # Of ship.json, which holds evidence and thresholds as they are here.
 SHIP_FORMAT = "sft_play ship 2"
 _VERDICTS = {True: "ship", False: "do not ship"}
@@ -361,6 +375,51 @@ def _judge_merge(merge: MergeEvidence) -> ShipCheck:
     return ShipCheck("merge", False, line, "the merged model is not the adapter's")
 
 
+# --- the general sample ---------------------------------------------------------------------------
+#
+# Short texts and chats about everything, that show what a fine-tuned model has lost. Written for
+# this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17
+# languages and formats, data, 26 human languages, instructions and letters; and chats from one
+# question to four turns, with and without a system prompt.
+@dataclass(frozen=True)
+class GeneralSample:
+    """The texts and the chats (messages), with the digest of their two files."""
+
+    texts: tuple[str, ...]
+    chats: tuple[tuple[dict[str, str], ...], ...]
+    sha256: str
+
+
+def general_sample() -> GeneralSample:
+    """The sample that ships with the project."""
+    files = {
+        name: Path(__file__).with_name("general").joinpath(f"{name}.jsonl").read_bytes()
+        for name in ("text", "chats")
+    }
+    lines = {
+        name: [json.loads(line) for line in data.decode("utf-8").splitlines()]
+        for name, data in files.items()
+    }
+    return GeneralSample(
+        tuple(row["text"] for row in lines["text"]),
+        tuple(tuple(row["messages"]) for row in lines["chats"]),
+        hashlib.sha256(files["text"] + files["chats"]).hexdigest(),
+    )
+
+
+def build_provenance(run: FinishedRun, sample: GeneralSample) -> dict[str, Any]:
+    """Say what a verdict is about, and what it was measured with."""
+    continued_adapter = find_continued_adapter(run)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sample": {"version": GENERAL_SAMPLE_VERSION, "sha256": sample.sha256},
+        "weights": {"sha256": base_weights_identity(str(run.weights), None)["sha256"]},
+        "base": (run.manifest.get("data") or {}).get("weights"),
+        "before": continued_adapter.name if continued_adapter else None,
+        "versions": installed_versions(),
+    }
+
+
 # --- a verdict computed again ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class ReplayResult(Answer):
@@ -477,3 +536,28 @@ class ShipResult(Answer):
         if self.ok:
             return [*lines, next_command_line("export", "FORMAT=gguf", RUN=self.run)]
         return [*lines, next_command_line("eval", "writes every row", RUN=self.run)]
+
+
+def refuse_few_rows(run: FinishedRun, max_rows: int) -> ShipResult | None:
+    """Refuse a run that has too few held-out rows by its own record, before a library loads, and
+    write ship.json; None where they have to be looked at."""
+    records = run.manifest.get("data") or {}
+    split = next((name for name in ("test", "val") if name in records), "")
+    is_known = "report" in records.get(split or "train", {}) and not run.config.curriculum
+    # the rows of several sources are recorded by source
+    if not is_known or run.config.data.sources:
+        return None
+    thresholds, task = Thresholds(), TaskEvidence(split)
+    rows = min(max_rows, records[split]["report"]["rows_kept"]) if split else 0
+    refusal = too_few_rows_reason(task, rows, thresholds)
+    if not refusal:
+        return None
+    evidence = Evidence(task, GeneralEvidence(), MergeEvidence("not needed"), refusal)
+    verdict, provenance = (
+        judge_evidence(evidence, thresholds),
+        build_provenance(run, general_sample()),
+    )
+    result = ShipResult(run.folder.path, evidence, thresholds, verdict, provenance)
+    with lock_run(run.folder), translate_write_errors(run.folder.path / SHIP_FILE):
+        run.folder.write_json(SHIP_FILE, result.as_json())
+    return result

@@ -62,7 +62,12 @@ from sft_play.launch.request import (
     refusal_to_json,
     resume_constraints,
 )
-from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
+from sft_play.launch.row_survey import (
+    cached_row_tokens,
+    count_row_tokens,
+    has_counted_rows,
+    has_variable_lengths,
+)
 from sft_play.launch.run_hardware import (
     gather_rank_hardware,
     prepare_libraries,
@@ -864,7 +869,7 @@ def count_rows_before_planning(
     SftPlayError as planning or reading the rows does."""
     runs = [request.run for request in stage_requests]
     if not any(
-        has_variable_lengths(run.config) and cached_row_tokens(run.config) is None for run in runs
+        has_variable_lengths(run.config) and not has_counted_rows(run.config) for run in runs
     ):
         return
     for request in stage_requests:

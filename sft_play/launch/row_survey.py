@@ -2,15 +2,17 @@
 run itself does.
 
 A file in the cache keeps them until the files, the tokenizer, or an option that decides a row's
-tokens change. A plan reads that file only; commands that train count the rows first, into the cache
-of rows that the run then reads.
+tokens change. A plan reads that file, or tokenises rows itself, of many a sample; commands that
+train count all rows first, into the cache of rows that the run then reads.
 """
 
 import contextlib
 import dataclasses
 import hashlib
+import heapq
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
@@ -20,19 +22,35 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
+from sft_play.data.build.survey import NumberedExample, RowRenderer, estimate_size
 from sft_play.data.checks import missed_column_lines
-from sft_play.data.sources.files import find_data_paths, list_parts
+from sft_play.data.sources.examples import ExampleReader, check_first_rows, read_example
+from sft_play.data.sources.files import (
+    AnySource,
+    DataPaths,
+    data_part_split,
+    find_data_paths,
+    list_parts,
+)
+from sft_play.data.sources.formats import RowFormat
+from sft_play.data.sources.messages import iter_texts
+from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, RawRow
 from sft_play.errors import DataError, SftPlayError, stage_context
 from sft_play.files import atomic, cache_dir
+from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder, load_max_positions
 from sft_play.planner.batching import RowTokens, summarize_row_tokens
-from sft_play.process.waiting import importing
+from sft_play.process.waiting import importing, report_each
 from sft_play.text import MIB
 
 logger = logging.getLogger(__name__)
 
-# Bytes of data that a plan reads to count their tokens: a few seconds.
-QUICK_BYTES = 32 * MIB
+# Bytes of data that a plan reads to count their tokens, and from which it takes a sample: a few
+# seconds.
+QUICK_BYTES, SAMPLED_BYTES = 32 * MIB, 128 * MIB
+# Training rows from which a plan takes a sample of so many, and so many of those with the most
+# characters: the longest row decides a step's memory.
+SAMPLE_ROWS, SAMPLE_LONGEST_ROWS = 4_000, 64
 # Options of the data section that decide neither which rows there are nor their tokens.
 _OPTIONS_WITHOUT_EFFECT = frozenset(
     {"on_bad_row", "max_lost_fraction", "workers", "process", "documents"}
@@ -45,12 +63,18 @@ def has_variable_lengths(config: RunConfig) -> bool:
 
 
 def cached_row_tokens(config: RunConfig) -> RowTokens | None:
-    """The lengths of the rows where they were counted before; nothing is tokenised, and no error is
-    raised."""
+    """The lengths of the rows where they were counted or sampled before; nothing is tokenised, and
+    no error is raised."""
     with contextlib.suppress(OSError, SftPlayError, ValueError):
         if has_variable_lengths(config):
             return TypeAdapter(RowTokens).validate_json(_cache_path(config).read_bytes())
     return None
+
+
+def has_counted_rows(config: RunConfig) -> bool:
+    """True if the lengths of all rows were counted before: a sample is no count."""
+    rows = cached_row_tokens(config)
+    return rows is not None and not rows.sampled_rows
 
 
 def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
@@ -58,7 +82,7 @@ def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
     Raises the SftPlayError that training would raise: the tokenizer cannot be loaded, or the rows
     cannot be used."""
     for stage_run in runs:
-        if has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None:
+        if has_variable_lengths(stage_run.config) and not has_counted_rows(stage_run.config):
             with stage_context(stage_run.stage_name):
                 _count_tokens(stage_run.config)
 
@@ -70,9 +94,9 @@ def count_row_tokens_if_quick(
         "Rows: not counted: %s", error
     ),
 ) -> list[str]:
-    """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for
-    each part whose data are not here: they may be on the machine that trains. `on_error` takes why
-    rows cannot be used.
+    """Count the rows for a plan, or of many a sample, where tokenizer and files are here. Returns a
+    line for each part whose data are not here: they may be on the machine that trains. `on_error`
+    takes why rows cannot be used.
     """
     missing_data_lines: list[str] = []
     for stage_run in loaded.runs:
@@ -94,12 +118,89 @@ def count_row_tokens_if_quick(
         folder = find_model_folder(config.model.name)
         if folder is None or not any(any(folder.glob(name)) for name in ("tokenizer*", "vocab*")):
             continue
-        if data_bytes <= QUICK_BYTES:
+        size = None if config.data.sources else estimate_size(config.data)
+        is_sampled = size is not None and size.rows > SAMPLE_ROWS
+        if data_bytes <= (SAMPLED_BYTES if is_sampled else QUICK_BYTES):
             try:
-                count_row_tokens([stage_run])
+                # what needs no library is refused without one
+                paths = find_data_paths(config.data)
+                check_first_rows(config.data, paths, task_mode=config.task_mode)
+                if size is not None and is_sampled:
+                    _sample_tokens(config, paths, rows=size.rows)
+                else:
+                    count_row_tokens([stage_run])
             except SftPlayError as error:
                 on_error(error)
     return missing_data_lines
+
+
+def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
+    """Estimate the lengths of the training rows, of which there are about so many, from some at
+    equal distances. Raises DataError where one of them stops a run."""
+    with importing():
+        from sft_play.data.masks.render import Renderer
+        from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    limit = _row_limit(config)
+    renderer = Renderer(load_tokenizer(config).tokenizer, config.data, max_seq_len=limit)
+    row_renderer = RowRenderer(renderer, task_mode=config.task_mode)
+    sampled, longest_by_part = Counter[int](), dict[str, int]()
+    for part, source in paths.named_paths():
+        sample, longest = _sample_examples(source, config, part, rows=rows)
+        for numbered_rows in (sample, longest):
+            for outcome in row_renderer.render_rows(numbered_rows):
+                row = outcome if isinstance(outcome, BadRow) else outcome.row
+                if not isinstance(row, BadRow):
+                    length = len(row.input_ids)
+                    longest_by_part[part] = max(length, longest_by_part.get(part, 0))
+                    sampled[length] += part == "train" and numbered_rows is sample
+                elif config.data.on_bad_row == "fail" and isinstance(outcome, BadRow):
+                    raise DataError(f"{row}; {FIX_OR_SKIP}")
+    held_out = max((size for part, size in longest_by_part.items() if part != "train"), default=0)
+    if config.data.val_fraction:  # any row may be held out
+        held_out = longest_by_part.get("train", 0)
+    row_tokens = summarize_row_tokens(sampled, limit=limit, held_out=held_out)
+    if row_tokens is not None:
+        count = sampled.total() * (rows // SAMPLE_ROWS) * (1 - config.data.val_fraction)
+        row_tokens = dataclasses.replace(
+            row_tokens,
+            longest=longest_by_part["train"],
+            rows=round(count),
+            sampled_rows=sampled.total(),
+        )
+        _write_cache(config, row_tokens)
+
+
+def _sample_examples(
+    source: AnySource, config: RunConfig, part: str, *, rows: int
+) -> tuple[list[NumberedExample], list[NumberedExample]]:
+    """Read a sample of a source, by a distance that suits so many `rows`, and its rows with the
+    most characters."""
+    reader = ExampleReader(source, config.data, split=data_part_split(part))
+    sample: list[NumberedExample] = []
+
+    def read_sized_rows() -> Iterator[tuple[int, int, RawRow | BadRow, RowFormat | None]]:
+        for raw, row_format in reader.raw_rows():
+            if reader.rows % (rows // SAMPLE_ROWS) == 0:
+                sample.append((reader.rows, read_example(raw, row_format, config.data)))
+            texts = [] if isinstance(raw, BadRow) else iter_texts(raw.data)
+            yield sum(map(len, texts)), reader.rows, raw, row_format
+
+    sized_rows = report_each(
+        f"Looking at rows of {one_line(str(source))}", read_sized_rows(), unit="rows", count=rows
+    )
+    longest = [
+        (number, read_example(raw, row_format, config.data))
+        for _, number, raw, row_format in heapq.nlargest(
+            SAMPLE_LONGEST_ROWS, sized_rows, key=lambda item: item[0]
+        )
+    ]
+    return sample, longest
+
+
+def _row_limit(config: RunConfig) -> int:
+    positions = load_max_positions(config.model.name, revision=config.model.revision)
+    return min(config.model.max_seq_len, positions or config.model.max_seq_len)
 
 
 def _count_tokens(config: RunConfig) -> None:
@@ -111,14 +212,13 @@ def _count_tokens(config: RunConfig) -> None:
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
     logger.debug("Rows: counting their tokens before the plan is made")
-    positions = load_max_positions(config.model.name, revision=config.model.revision)
-    length_limit = min(config.model.max_seq_len, positions or config.model.max_seq_len)
+    length_limit = _row_limit(config)
     splits = build_splits(
         config,
         find_data_paths(config.data),
         load_tokenizer(config).tokenizer,
         max_seq_len=length_limit,
-        max_positions=positions,
+        max_positions=load_max_positions(config.model.name, revision=config.model.revision),
         today=date.today(),
     )
     lengths, counts = np.unique(row_lengths(splits.train.rows), return_counts=True)
@@ -132,7 +232,10 @@ def _count_tokens(config: RunConfig) -> None:
         ),
     )
     assert row_tokens is not None  # a split without rows is refused as it is built
-    row_tokens = dataclasses.replace(row_tokens, cut=splits.train.stats.cut_rows)
+    _write_cache(config, dataclasses.replace(row_tokens, cut=splits.train.stats.cut_rows))
+
+
+def _write_cache(config: RunConfig, row_tokens: RowTokens) -> None:
     path = _cache_path(config)
     try:
         atomic.write(path, json.dumps(dataclasses.asdict(row_tokens)))

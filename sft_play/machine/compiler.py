@@ -22,6 +22,7 @@ from pathlib import Path
 from sft_play.errors import HardwareError
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
+from sft_play.machine.software import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
     # what an earlier run has left is of other kernels
     toolchain = replace(find_toolchain(environment), has_built_module=False)
     if hardware.gpus and not toolchain.has_triton:
-        return "Triton is not installed", "pip install triton"
+        return "Triton is not installed", install_command("triton")
     if not hardware.gpus:
         default = "clang++" if platform.system() == "Darwin" else "g++"
         compiler = shutil.which(environment.get("CXX") or default)
@@ -151,7 +152,8 @@ def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None
         # once (counted, trl 1.16).
         logger.warning(
             "Triton is not installed, although torch's GPU builds bring it: the loss runs without"
-            " its kernel, slower and with up to 3.6 GiB beyond the plan; pip install triton"
+            " its kernel, slower and with up to 3.6 GiB beyond the plan; %s",
+            install_command("triton"),
         )
     if problem := toolchain_obstacle(toolchain):
         raise HardwareError(

@@ -12,7 +12,9 @@ import logging
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from sft_play.errors import BackendError
-from sft_play.files import ROOT, atomic, cache_dir
+from sft_play.files import ROOT, atomic, cache_dir, relative_to_cwd
 from sft_play.log import escape_control, one_line
 from sft_play.process.environment import independent_environment
 
@@ -52,6 +54,13 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 @functools.cache  # importlib parses a package's whole METADATA for it, 2 ms a package
+def install_command(requirement: str) -> str:
+    """The command that installs a package into the environment of this process, to be typed."""
+    pip = Path(sys.executable).with_name("pip")
+    words = [str(relative_to_cwd(pip))] if pip.exists() else [sys.executable, "-m", "pip"]
+    return shlex.join([*words, "install", requirement])
+
+
 def installed_version(package: str) -> str | None:
     """The version of an installed distribution; None where it is not installed."""
     try:

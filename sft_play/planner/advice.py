@@ -35,12 +35,13 @@ from sft_play.planner.candidates import (
     most_checkpointed_layers,
 )
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.explain import estimate_duration
 from sft_play.planner.kernels import LIGER_REPLACEMENTS
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, context_parallel_layouts, find_layouts
 from sft_play.planner.memory.structure import check_adapter_targets, configured_shape
 from sft_play.planner.plan import Plan, Suggestion
 from sft_play.planner.precision import choose_precision
-from sft_play.text import GIB, format_duration
+from sft_play.text import GIB, format_duration, format_usd
 
 # What would fit where the plan does not: changes, the least harmful first, each with its predicted
 # peak.
@@ -384,7 +385,7 @@ def _hardware_name(machine: Hardware) -> str:
 # The machine for a budget (`BUDGET`): where the run fits, its hours and what they cost, by dated
 # public prices.
 #
-# Hours are those of each machine's own plan, for rows of full length. A machine that would fit only
+# Hours are those of each machine's own plan, as its page says them. A machine that would fit only
 # with RAM that nobody said does not count.
 
 # Machines that are listed; the JSON has all.
@@ -416,9 +417,9 @@ class Offer:
         place = f" at {self.provider}" * bool(self.provider)
         price_note = f", price of {self.read}" * bool(self.read)
         return (
-            f"{self.machine}{place}: {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD"
-            f" ({self.usd_per_gpu_hour:g} a GPU-hour{price_note}; {self.layout}, about"
-            f" {self.tokens_per_s:,.0f} tokens/s, {error_text})"
+            f"{self.machine}{place}: {format_duration(3600 * self.hours)},"
+            f" {format_usd(self.cost)} USD ({self.usd_per_gpu_hour:g} a GPU-hour{price_note};"
+            f" {self.layout}, about {self.tokens_per_s:,.0f} tokens/s, {error_text})"
         )
 
 
@@ -431,6 +432,8 @@ class BudgetResult:
     offers: tuple[Offer, ...]
     too_small: tuple[str, ...]
     today: date
+    # By what rows the hours are counted, in words.
+    basis: str = ""
 
     @property
     def affordable_offers(self) -> list[Offer]:
@@ -477,7 +480,9 @@ class BudgetResult:
                 f"{budget_text}: the cheapest machine is {affordable[0]}",
                 f"Fastest within it: {fastest_text}",
             ]
-        lines.append("Machines on which it fits, by cost, if every row were full length:")
+        if format_usd(self.offers[-1].cost) == format_usd(0):
+            return [*lines, f"It fits on {len(self.offers)} machines, each under 0.01 USD (JSON=1)"]
+        lines.append(f"Machines on which it fits, by cost{self.basis}:")
         for offer in self.offers[:MAX_LISTED_MACHINES]:
             lines.append(f"  {offer}{', above it' * (offer.cost > self.usd)}")
         if len(self.offers) > MAX_LISTED_MACHINES:
@@ -499,7 +504,7 @@ def compare_machine_prices(
     `make_machine_plan` gives None where a run certainly does not fit. Raises ConfigError: the run's
     length is not known.
     """
-    offers, too_small = [], []
+    offers, too_small, basis = [], [], ""
     for name, machine, price_list in machines:
         plan = None
         # such as a batch that does not split over that many GPUs
@@ -515,14 +520,16 @@ def compare_machine_prices(
         ):
             too_small.append(name)
             continue
-        if plan.hours is None:
+        if plan.run_length is None or plan.hours is None:
             raise ConfigError(
                 "BUDGET needs the length of the run, which is not known: set train.max_steps"
                 " (SET='train.max_steps=1000'), or data.train_path to one file whose rows can be"
                 " counted"
             )
-        cost = plan.hours * len(plan.hardware.gpus) * price
-        offer = Offer(name, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
+        # as the plan's page says them
+        seconds, basis = estimate_duration(plan, plan.run_length)
+        cost = seconds / 3600 * len(plan.hardware.gpus) * price
+        offer = Offer(name, price, seconds / 3600, cost, plan.speed.tokens_per_s, None, plan.layout)
         if plan.speed_error is not None:
             offer = replace(offer, speed_error=plan.speed_error.share)
         if price_list is not None:
@@ -534,7 +541,7 @@ def compare_machine_prices(
             )
         offers.append(offer)
     offers.sort(key=lambda offer: (offer.cost, offer.hours))
-    return BudgetResult(usd, tuple(offers), tuple(too_small), today)
+    return BudgetResult(usd, tuple(offers), tuple(too_small), today, basis)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
-from sft_play.machine.software import UnslothInfo, find_unsloth_python, probe_unsloth
+from sft_play.machine.software import (
+    UnslothInfo,
+    find_unsloth_python,
+    install_command,
+    probe_unsloth,
+)
 from sft_play.models.shape import ModelShape
 from sft_play.planner.precision import Precision, choose_precision
 
@@ -184,8 +189,8 @@ def check_trackers(config: RunConfig) -> None:
     for name in config.train.report_to:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"train.report_to: {name} is not installed here; pip install {name}, or leave"
-                " it out"
+                f"train.report_to: {name} is not installed here; {install_command(name)}, or"
+                " leave it out"
             )
 
 

@@ -351,6 +351,8 @@ class RowTokens:
     sample: tuple[int, ...] = ()
     # Training rows that the limit cuts; None where that was not counted.
     cut: int | None = None
+    # Rows that were tokenised, where the others are taken to be like them; 0: all were.
+    sampled_rows: int = 0
 
     @property
     def longest_row(self) -> int:

@@ -50,7 +50,7 @@ from sft_play.planner.speed import (
     compile_reasons,
     find_speed_error,
 )
-from sft_play.text import GIB, format_duration, format_gib, plural, render_lines
+from sft_play.text import GIB, format_duration, format_gib, format_usd, plural, render_lines
 
 # Why a plan is as it is, a line each: what `make plan` prints as `Because:` and `plan.json` keeps;
 # at the end the candidates that it shows beside its choice, each with why it was not chosen.
@@ -296,6 +296,10 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
         f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to"
         f" {row_tokens.p95:,}"
     )
+    if row_tokens.sampled_rows:
+        text += (
+            f" (estimated from a sample of {row_tokens.sampled_rows:,} rows; training counts all)"
+        )
     if row_tokens.held_out > row_tokens.longest:
         text += f"; longest held-out row {row_tokens.held_out:,}"
     padded_tokens = plan_micro_batches(inputs, choice.precision, choice.step).tokens
@@ -538,7 +542,7 @@ def plan_summary_lines(
     return [
         (
             f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak"
-            f" {plan.memory.peak_text}"
+            f" {_bounded_peak(plan)}"
         ),
         f"{batch_text}; {_format_pace(plan, config)}",
         _format_data(plan, config, is_local=has_local_data),
@@ -564,8 +568,14 @@ def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
     return (
         f"Plan: {_format_mode(plan, config)} {plan.choice.verdict}; {format_run_length(plan)};"
-        f" predicted peak {plan.memory.peak_text}"
+        f" predicted peak {_bounded_peak(plan)}"
     )
+
+
+def _bounded_peak(plan: Plan) -> str:
+    # on a CPU: how much of freed tensors malloc keeps is not known
+    bound_text = "at most " * (not plan.hardware.gpus)
+    return f"{bound_text}{plan.memory.peak_text}"
 
 
 def format_run_length(plan: Plan) -> str:
@@ -576,16 +586,18 @@ def format_run_length(plan: Plan) -> str:
     steps = plural(run["steps"], "step")
     if run["hours"] is None:
         return f"{steps}; how long is not known before a first run on this machine"
-    seconds, basis = _estimate_duration(plan, run_length)
+    seconds, basis = estimate_duration(plan, run_length)
     text = f"{steps}; about {format_duration(seconds)}{basis}"
     if plan.speed_error is not None and plan.speed_error.share is not None:
         text += f" (speed may be {plan.speed_error.share:.0%} off)"
-    if run["cost"] is not None:
-        text += f"; costs {run['cost']:.2f}"
+    if run["cost"] is not None:  # of the hours of full rows
+        text += f"; costs {format_usd(run['cost'] * seconds / (3600 * run['hours']))}"
     return text
 
 
-def _estimate_duration(plan: Plan, run_length: RunLength) -> tuple[float, str]:
+def estimate_duration(plan: Plan, run_length: RunLength) -> tuple[float, str]:
+    """Seconds of the run, and by what rows, in words: those counted, else the size of the data,
+    else full ones."""
     if plan.row_tokens is None and run_length.tokens is not None:
         return (
             run_length.tokens / plan.speed.tokens_per_s + plan.compile_s,
@@ -623,7 +635,7 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
     if plan.run_length is None or plan.hardware.gpus:
         return []
     # by typical rates where this CPU's are not known
-    seconds, _ = _estimate_duration(plan, plan.run_length)
+    seconds, _ = estimate_duration(plan, plan.run_length)
     if seconds < LONG_CPU_RUN_S:
         return []
     duration_text = "some hours"
@@ -654,7 +666,10 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
         cut_text = f"{rows.cut:,} cut at {rows.limit:,}"
     elif rows.longest < rows.limit or rows.cut == 0:
         cut_text = "none cut"
-    return f"Data: {rows.rows:,} rows of {name}, longest {rows.longest:,} tokens, {cut_text}"
+    count_text = f"{rows.rows:,} rows of {name}"
+    if rows.sampled_rows:
+        count_text = f"about {count_text}, by a sample of {rows.sampled_rows:,}"
+    return f"Data: {count_text}, longest {rows.longest:,} tokens, {cut_text}"
 
 
 # --------------------------------------------------------------------------------------------------

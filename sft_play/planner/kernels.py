@@ -14,7 +14,7 @@ from typing import Literal, cast
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
 from sft_play.log import one_line
-from sft_play.machine.software import LIGER_PACKAGE, CudaLibraries
+from sft_play.machine.software import LIGER_PACKAGE, CudaLibraries, install_command
 from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.precision import DTYPE_BYTES, DTYPE_SHORT_NAMES, UNSHARDED_LAYOUTS, Precision
@@ -66,7 +66,7 @@ def require_attention_package(implementation: str) -> None:
     if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
             f"model.attn_implementation={implementation} needs the package {package}, which is not"
-            f" installed; pip install {package}, or use auto"
+            f" installed; {install_command(package)}, or use auto"
         )
 
 

@@ -10,9 +10,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from sft_play.text import format_duration
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 # What takes long says so: a line after three seconds, then ever more rarely, with how much is done
@@ -20,10 +24,13 @@ logger = logging.getLogger(__name__)
 
 # Seconds of silence before the first line, and at most before another.
 FIRST_LINE_S, MAX_PAUSE_S = 3.0, 60.0
+# Seconds of work from which the time that is left can be told.
+MIN_TIMED_S = 3.0
 
 
 class WaitProgress:
-    """Something that is waited for: `Preparing train rows: 20,000 of 100,000 rows, 12 s so far`."""
+    """Something that is waited for: `Preparing train rows: 20,000 of 100,000 rows, 12 s so far,
+    about 48 seconds left`."""
 
     def __init__(self, task: str, unit: str, count_total: Callable[[], int | None]) -> None:
         self._task, self._unit, self._total = task, unit, functools.cache(count_total)
@@ -41,11 +48,17 @@ class WaitProgress:
         # then
         total_text = f" of {total:,}" if total and total >= self._done_count else ""
         done_text = f"{self._done_count:,}{total_text} {self._unit}, " if self._unit else ""
-        return f"{self._task}: {done_text}{time.monotonic() - self._started_at:.0f} s so far"
+        elapsed_s, left_text = time.monotonic() - self._started_at, ""
+        if total and total_text and self._done_count and elapsed_s >= MIN_TIMED_S:
+            left_s = elapsed_s * (total - self._done_count) / self._done_count
+            left_text = f", about {format_duration(left_s)} left"
+        return f"{self._task}: {done_text}{elapsed_s:.0f} s so far{left_text}"
 
 
 # What this process waits for; the last one is a part of those before it, and speaks for all.
 _open_waits: list[WaitProgress] = []
+# When the last line was said (`time.monotonic`): many short parts are no reason for silence.
+_last_line_at = 0.0
 
 
 @contextlib.contextmanager
@@ -58,11 +71,15 @@ def report_wait(
     progress, is_finished = WaitProgress(task, unit, count_total), threading.Event()
 
     def report_lines() -> None:
+        global _last_line_at
         pause = FIRST_LINE_S
         while not is_finished.wait(pause):
+            is_innermost = bool(_open_waits) and _open_waits[-1] is progress
+            silence_s = time.monotonic() - _last_line_at
+            if _open_waits and silence_s >= (FIRST_LINE_S if is_innermost else pause):
+                _last_line_at = time.monotonic()
+                logger.info("%s", _open_waits[-1].line())
             pause = min(2 * pause, MAX_PAUSE_S)
-            if _open_waits and _open_waits[-1] is progress:
-                logger.info("%s", progress.line())
 
     reporter = threading.Thread(target=report_lines, name="waiting", daemon=True)
     _open_waits.append(progress)
@@ -73,6 +90,15 @@ def report_wait(
         is_finished.set()
         _open_waits.remove(progress)
         reporter.join()
+
+
+def report_each(task: str, items: Iterable[T], *, unit: str, count: int) -> Iterator[T]:
+    """Yield the items, of which there are `count`, and say how many are done where all of them take
+    longer than three seconds."""
+    with report_wait(task, unit=unit, count_total=lambda: count) as progress:
+        for item in items:
+            yield item
+            progress.add()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from sft_play.planner.memory.structure import (
 from sft_play.planner.pass_work import CountedWork, mean_work
 from sft_play.planner.plan import TracePrediction
 from sft_play.planner.precision import DtypeName, Precision, adapter_dtype, gradient_sync
-from sft_play.process.waiting import importing
+from sft_play.process.waiting import importing, report_wait
 from sft_play.text import GIB
 from sft_play.trace.settings import (
     CudnnUse,
@@ -244,6 +244,12 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(f"sft_play.trace.{name}")
 
 
+def _measure(task: str, module_name: str, function: str, *words: Any, **options: Any) -> Any:
+    module = _import_module(module_name)
+    with report_wait(f"{task}, once for these libraries"):
+        return getattr(module, function)(*words, **options)
+
+
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, whose result is read from the cache if there is one; raises as that
     does."""
@@ -251,7 +257,7 @@ def cached_trace(settings: StepSettings) -> TracedPeak:
         "traces",
         {"settings": settings.canonical_text(), "trace": TRACE_VERSION},
         _PEAK_ADAPTER,
-        lambda: _import_module("step").trace_step(settings),
+        lambda: _measure("Tracing a training step", "step", "trace_step", settings),
     )
 
 
@@ -264,8 +270,13 @@ def cached_shape(
         "shapes",
         {"config": config, "shape": SHAPE_VERSION},
         _SHAPE_ADAPTER,
-        lambda: _import_module("meta_shape").measure_shape_on_meta(
-            config, name=name, trust_remote_code=trust_remote_code
+        lambda: _measure(
+            "Measuring the shapes of the model's class",
+            "meta_shape",
+            "measure_shape_on_meta",
+            config,
+            name=name,
+            trust_remote_code=trust_remote_code,
         ),
         cacheable=not trust_remote_code,
     )

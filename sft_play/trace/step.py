@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.model_states import PLACES
 from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, cublas_workspace_bytes
+from sft_play.process.waiting import report_each
 from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
@@ -532,7 +533,7 @@ SHARDING_FUNCTIONS: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2
 
 def run_blocks(
     settings: StepSettings,
-    batch_shapes: Iterable[tuple[int, int]],
+    batch_shapes: Collection[tuple[int, int]],
     block_mode: BlockMode,
     *,
     kind_indices: Sequence[int],
@@ -552,7 +553,10 @@ def run_blocks(
         if loop.grouped_adapters is not None:
             loop.grouped_adapters.refresh_copies()
         blocks = list(build.find_block_list(build.base_model(model))[1])
-        for rows, length in batch_shapes:
+        task = "Measuring the blocks of the model's class, once for these libraries"
+        for rows, length in report_each(
+            task, batch_shapes, unit="batches", count=len(batch_shapes)
+        ):
             recorder = _BlockRecorder(loop, model, blocks, block_mode)
             try:
                 if is_accumulating and block_mode != "evaluated":

@@ -216,9 +216,17 @@ def _run_training_loop(
         progress.start_wait as start_wait,
     ):
         start_wait.enter_context(report_wait(message))
+        progress.on_first_step = functools.partial(_begin_first_step, trainer, start_wait)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = (
         distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     )
     return stop_controller, update_check, progress.start_step, tokens / progress.training_s
+
+
+def _begin_first_step(trainer: PlannedLoop, start_wait: contextlib.ExitStack) -> None:
+    """End the wait for what comes before the first step, and count its passes."""
+    start_wait.close()
+    wait = report_wait("Training the first step", unit="passes", count_total=trainer.count_passes)
+    trainer.step_progress = start_wait.enter_context(wait)

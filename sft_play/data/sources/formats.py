@@ -513,10 +513,11 @@ def to_example(
         is_mapped = all(key in data.columns for key in row_format.required_columns)
         if not is_mapped and not OTHER_KIND_COLUMNS.isdisjoint(row.data):
             refuse_other_kind(row.data, row_format.required_columns, is_text=is_text)
-        turns: dict[str, Any] = {}
+        built_row = row
         if data.turns_without_roles != "fail" and not is_text:
             turns = {key: alternate_roles(row.data[key]) for key in row_format.required_columns}
-        example = row_format.build(replace(row, data=row.data | turns))
+            built_row = replace(row, data=row.data | turns)
+        example = row_format.build(built_row)
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
             # the think text that data.columns names goes into the last answer
             text = _read_text_column(row, "reasoning", required=False)
@@ -548,7 +549,7 @@ def to_example(
     if not na_columns.isdisjoint(row_format.optional_columns):
         notes.append(NOTE_NA)
     if isinstance(example, Chat):
-        return _finish_chat(replace(example, unused=unused), notes, data)
+        return _finish_chat(example, unused, notes, data)
     if _CONTROL_CHARACTER.search(example.text):
         notes.append(NOTE_CONTROL)
     return replace(example, notes=tuple(notes), unused=unused)
@@ -623,7 +624,9 @@ def _unused_columns(
     return tuple(unused)
 
 
-def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRow:
+def _finish_chat(
+    chat: Chat, unused: tuple[UnusedColumn, ...], notes: list[str], data: DataConfig
+) -> Chat | BadRow:
     messages = chat.messages
     if data.merge_consecutive:
         messages = merge_turns(messages)
@@ -654,7 +657,7 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
     texts = (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL_CHARACTER.search(text) for text in texts):
         notes.append(NOTE_CONTROL)
-    return replace(chat, messages=messages, notes=tuple(dict.fromkeys(notes)))
+    return replace(chat, messages=messages, unused=unused, notes=tuple(dict.fromkeys(notes)))
 
 
 # A file has the format of its first row that has one; so many rows are looked at.

@@ -171,10 +171,20 @@ def parse_text_pair(item: list[Any], key: str) -> list[Message]:
     return [{"role": "user", "content": item[0]}, {"role": "assistant", "content": item[1]}]
 
 
+_PLAIN_KEYS, _PLAIN_ROLES = {"role", "content"}, ("user", "assistant", "system")
+
+
 def _parse_item(item: Any, index: int) -> list[Message]:
     location = f"messages[{index}]"
     if not isinstance(item, dict):
         raise UnusableRowError("a message is not an object", f"{location} is {value_kind(item)}")
+    # nearly every message, and what all that follows would make of it
+    if (
+        item.keys() == _PLAIN_KEYS
+        and item["role"] in _PLAIN_ROLES
+        and isinstance(item["content"], str)
+    ):
+        return [{"role": item["role"], "content": item["content"]}]
     role_key = next((key for key in ROLE_KEYS if item.get(key) is not None), None)
     if role_key is None:
         question = next((key for key in _USER_KEYS if isinstance(item.get(key), str)), None)

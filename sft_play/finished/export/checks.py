@@ -48,6 +48,7 @@ from sft_play.finished.run import (
     require_merged,
 )
 from sft_play.log import one_line
+from sft_play.process.waiting import report_each
 from sft_play.runs.folder import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.measure.exact_match import Question, generate_answers
@@ -215,7 +216,7 @@ def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[RowLogPr
     """Compute, for each row, the log-probabilities of the next token at its first `MAX_POSITIONS`
     trained positions."""
     row_log_probs = []
-    for row in rows:
+    for row in report_each("Comparing models", rows, unit="rows", count=len(rows)):
         ids_BT = torch.tensor([row["input_ids"]], device=model.device)
         labels_T = torch.tensor(row["labels"])[1:]
         positions = torch.nonzero(labels_T >= 0).flatten()[:MAX_POSITIONS]

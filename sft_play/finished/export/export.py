@@ -14,7 +14,6 @@ import logging
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +60,7 @@ from sft_play.finished.run import (
     require_space,
     staged_folder,
 )
+from sft_play.machine.software import install_command
 from sft_play.runs.folder import read_json, write_json
 from sft_play.text import format_duration, format_size
 from sft_play.training.checkpoints.model_saving import open_tensors, weight_files
@@ -136,9 +136,9 @@ def export_run(
     # minutes
     if quant not in (None, *CONVERTER_QUANTS) and importlib.util.find_spec("llama_cpp") is None:
         raise ConfigError(
-            f"QUANT={quant} needs llama.cpp's library, which is not here: {sys.executable} -m "
-            f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes);"
-            " or take QUANT=q8_0"
+            f"QUANT={quant} needs llama.cpp's library, which is not here:"
+            f" {install_command(f'{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION}')}"
+            " (it compiles for minutes); or take QUANT=q8_0"
         )
     converter_folder = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)

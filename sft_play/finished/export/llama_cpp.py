@@ -20,6 +20,7 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, hold_lock
 from sft_play.log import one_line
 from sft_play.process import signals
+from sft_play.process.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,7 @@ def convert_to_gguf(
     _run(
         words,
         target,
+        task="Writing the GGUF with llama.cpp",
         problem=(
             f"llama.cpp's converter ({converter_folder}) failed;"
             " a newer checkout may do better (LLAMA_CPP=)"
@@ -180,31 +182,35 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
     _run(
         ["quantize", source, target, quant],
         target,
+        task=f"Quantising to {quant} with llama.cpp",
         problem=f"llama.cpp's library could not write {quant}",
     )
 
 
-def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
+def _run(
+    words: Sequence[str | Path], target: Path, *, task: str, problem: str, **variables: str
+) -> None:
     # NO_LOCAL_GGUF would hide gguf-py
     inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
     runner = [sys.executable, str(Path(__file__).with_name("run_llama_cpp.py"))]
-    process = subprocess.run(
-        [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=signals.child_environment(
-            {
-                **inherited,
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "TRANSFORMERS_VERBOSITY": "error",
-                **variables,
-            }
-        ),
-        check=False,
-    )
+    with report_wait(task):
+        process = subprocess.run(
+            [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=signals.child_environment(
+                {
+                    **inherited,
+                    "HF_HUB_OFFLINE": "1",
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                    "TRANSFORMERS_VERBOSITY": "error",
+                    **variables,
+                }
+            ),
+            check=False,
+        )
     if process.returncode or not target.is_file():
         # the end of a program's output is where it says what went wrong
         lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()]

@@ -56,6 +56,7 @@ from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.models.families import dequantised_config
 from sft_play.planner.memory.estimate import MAX_WEIGHTS_FILE_BYTES
+from sft_play.process.waiting import report_each
 from sft_play.runs.folder import read_json, read_summary, write_json
 from sft_play.runs.lookup import lock_run
 from sft_play.text import format_duration, format_size
@@ -380,12 +381,10 @@ class MergedWeights:
 
     def write(self, folder: Path, file_bytes: int) -> None:
         """Write the weights into a folder."""
+        shapes = dict(self._output_shapes())
+        tensors = report_each("Merging", self._merged_tensors(), unit="tensors", count=len(shapes))
         write_tensors(
-            folder,
-            self._merged_tensors(),
-            shapes=dict(self._output_shapes()),
-            dtype_rule=self._saved_dtype,
-            max_file_bytes=file_bytes,
+            folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes
         )
 
     def _find_misfit(self) -> str | None:

@@ -385,7 +385,8 @@ MAX_EVALUATION_ROWS = 64
 # keeps blocks of up to 32 MiB, as activations are, and gives larger ones back at once, as the
 # head's mostly are. With them and CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median
 # 1.35 times, the resident memory of 38 phases (training, evaluation) of 22 runs of models of 2M to
-# 135M parameters (2026-11-28, two cores, torch 2.13; benchmarks/LOG.md).
+# 135M parameters (2026-11-28, two cores, torch 2.13; benchmarks/LOG.md). A bound, and said as one:
+# runs of few steps keep next to none of it.
 CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.25
 # Libraries and threads that a CPU run loads after the imports, from the same runs.
 CPU_LATE_BYTES = 192 * MIB

@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
-from sft_play.machine.software import LIGER_PACKAGE
+from sft_play.machine.software import LIGER_PACKAGE, install_command
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
@@ -398,7 +398,8 @@ def check_liger_kernels(
 def _liger_problem(plan: Plan) -> str | None:
     if importlib.util.find_spec(LIGER_MODULE) is None:
         return (
-            f"{LIGER_PACKAGE} is not installed here (pip install {LIGER_PACKAGE}=={LIGER_VERSION})"
+            f"{LIGER_PACKAGE} is not installed here"
+            f" ({install_command(f'{LIGER_PACKAGE}=={LIGER_VERSION}')})"
         )
     if plan.hardware.device != "cuda":
         return "its kernels are Triton's, which need a CUDA GPU"

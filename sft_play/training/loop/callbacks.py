@@ -283,8 +283,9 @@ class Progress(TrainerCallback):
         self.start_step = 0
         self._start_time = self._last_line_time = 0.0
         self._paused_s = self._pause_start = 0.0
-        # Closed with the first step.
+        # Closed with the first step, which is a wait of its own.
         self.start_wait = contextlib.ExitStack()
+        self.on_first_step: Callable[[], None] | None = None
 
     @property
     def training_s(self) -> float:
@@ -324,6 +325,8 @@ class Progress(TrainerCallback):
         if self._pause_start:
             self._paused_s += self._clock() - self._pause_start
             self._pause_start = 0.0
+        if self.on_first_step is not None and state.global_step == self.start_step:
+            self.on_first_step()
 
     def format_line(self, step: int, steps: int, logs: Mapping[str, float]) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time

@@ -345,6 +345,8 @@ class PlannedLoop(EvaluatedLoop):
         self._loraplus_lr_ratio = loraplus_lr_ratio
         self._last_logged_step = 0
         self._micro_steps, self._micro_step = 1, 0
+        # The wait for a step, which counts its passes.
+        self.step_progress: WaitProgress | None = None
         self._slot_batches: list[Any] = []
         super().__init__(plan=plan, **options)
         rows, attention = (
@@ -559,6 +561,8 @@ class PlannedLoop(EvaluatedLoop):
         )
         with self._monitor.timed_part("forward_backward"), reduction_context:
             loss = self.compute_micro_step(model, inputs, *args, **options)
+        if self.step_progress is not None:
+            self.step_progress.add()
         step_tokens = next(iter(args), options.get("num_items_in_batch"))
         if step_tokens is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among
@@ -566,6 +570,10 @@ class PlannedLoop(EvaluatedLoop):
             ranks = self.args.world_size // self._layout.tensor_parallel
             self._monitor.add(loss=loss.detach() * step_tokens / ranks)
         return loss
+
+    def count_passes(self) -> int:
+        """The passes of this step."""
+        return self._micro_steps
 
     def refresh_adapter_copies(self) -> None:
         """Let the passes of a step read the adapters as they are now."""

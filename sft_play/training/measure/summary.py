@@ -404,13 +404,13 @@ def _truncate(text: str) -> str:
 
 def format_peak(peak: Mapping[str, Any]) -> str:
     """The run's highest phase, predicted and measured."""
-    scope, measured = "reserved on a GPU", peak["measured_reserved"]
+    scope, bound_text, measured = "reserved on a GPU", "", peak["measured_reserved"]
     if "measured_rss" in peak:
-        scope, measured = "above the libraries' own", peak["measured_rss"]
+        scope, bound_text, measured = "above the libraries' own", "at most ", peak["measured_rss"]
     predicted = peak["predicted_reserved"] or 0  # plans of earlier versions know no phases
     return (
-        f"Peak memory {scope}, in {peak['moment']}: {predicted / GIB:.2f} GiB predicted,"
-        f" {measured / GIB:.2f} GiB measured"
+        f"Peak memory {scope}, in {peak['moment']}:"
+        f" {bound_text}{predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB measured"
     )
 
 
