@@ -1,7 +1,7 @@
 # The command face of sft_play. A target has one line here, which is its line of `make help ALL=1`; those that need the
 # environment make it first (`setup`). What a target runs, and what is refused before, is in scripts/make.mk; what measures
 # the project itself is in benchmarks/Makefile. `make` alone prints these lines:
-#> sft_play: fine-tune a language model. First: make train   (a small example, 4 minutes on a CPU)
+#> sft_play: fine-tune a language model. First: make train   (a small example, 2 minutes on a CPU)
 #> Your own data:
 #>   make new   MODEL=Qwen/Qwen3-4B DATA=my.jsonl   writes my.yaml for this machine
 #>   make plan  CONFIG=my.yaml    does it fit, how long

@@ -9,6 +9,7 @@ again when its block has come back for the backward pass. Nothing is written bac
 
 import collections
 import logging
+import mmap
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ class BlockStream:
         self._host: list[torch.Tensor] = []
         self._tensors: list[list[_FrozenTensor]] = []
         self._places: list[torch.Tensor] = []
-        # Which block each place holds, and when its copy is over.
+        # Parameters that blocks share, by their `id`: they stay on the device.
         self._shared: set[int] = set()
+        # Which block each place holds, and when its copy is over.
         self._held: list[int | None] = [None] * PLACES
         self._copied: list[Any] = [None] * PLACES
         self._copy_stream = torch.cuda.Stream(device) if self.is_pinned else None
@@ -84,8 +86,9 @@ class BlockStream:
         for tensor, _ in frozen:
             offsets.append(total_bytes)
             total_bytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        host = torch.empty(total_bytes, dtype=torch.uint8)
-        if self.is_pinned:
+        # pages of its own: what shares a page with another cannot be pinned beside it
+        host = torch.frombuffer(mmap.mmap(-1, max(1, total_bytes)), dtype=torch.uint8)[:total_bytes]
+        if self.is_pinned and total_bytes:
             self._pin(host)
         tensors = []
         for (tensor, replace), offset in zip(frozen, offsets, strict=True):
