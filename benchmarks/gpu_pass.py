@@ -3,9 +3,9 @@
     make -C benchmarks gpu-pass OUT=gpu_pass_h100.json        SMALL=1: tiny widths, on a CPU too
 
 In this order, each part written as it ends: other code against plain code on small models; the plan's speed on a
-machine that was never measured; a 4B with LoRA on full rows and on mixed chats with PEFT's and the model's own code, in
-groups with Liger's kernels, and compiled, TRL in turns with the default; a recorded run of which two steps are
-profiled; the plan's speed after it; an 8B with LoRA at 4,096 tokens and with QLoRA.
+machine that was never measured; an 8B in NF4, resident and streamed from RAM; a 4B with LoRA on full rows and on mixed
+chats with PEFT's and the model's own code, in groups with Liger's kernels, and compiled, TRL in turns with the default;
+a recorded run of which two steps are profiled; the plan's speed after it; an 8B with LoRA at 4,096 tokens, and QLoRA.
 """
 
 import contextlib
@@ -30,9 +30,10 @@ from benchmarks.steps.material import write_chats, write_config, write_rows
 from sft_play import plan
 from sft_play.config.load import load_config
 from sft_play.errors import SftPlayError
-from sft_play.launch.request import LaunchRequest
+from sft_play.launch.request import LaunchOptions, LaunchRequest
 from sft_play.launch.start import start_run
 from sft_play.models.config_json import KNOWN_MODELS
+from sft_play.planner.layout import LayoutName
 from sft_play.runs.folder import read_json, write_json
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.measure.profile import TRACE_FILE, covered_time
@@ -52,7 +53,8 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "compiled": replaced_code.check_compiled_blocks,
     "adapters": replaced_code.check_grouped_adapters,
 }
-PROFILED_STEPS, RECORDED_STEPS = 2, 25
+PROFILED_STEPS, RECORDED_STEPS, STREAMED_STEPS = 2, 25, 10
+LAYOUTS: tuple[LayoutName, ...] = ("single", "streamed")
 
 
 class Parts:
@@ -65,6 +67,7 @@ class Parts:
         """The parts in their order."""
         yield "checks", self.check
         yield "planned before", self.plan
+        yield "8b qlora streamed", self.stream
         for rows in ("full", "mixed"):
             for code, words in CODES.items():
                 peer = "trl" if code == "default" else None
@@ -119,6 +122,20 @@ class Parts:
         """Tokens a second that the plan predicts for the 4B's runs; None where it knows none."""
         plans = {rows: plan(load_config(self.config(SMALL, rows, 2048))) for rows in ("full", "mixed")}
         return {rows: one.speed.tokens_per_s if one.speed_known else None for rows, one in plans.items()}
+
+    def stream(self) -> dict[str, Any]:
+        """Memory, speed and losses of a base that stays in RAM, beside the same run with it on the card."""
+        found: dict[str, Any] = {}
+        for layout in LAYOUTS:
+            words = ["tuning.mode=qlora", f"train.max_steps={STREAMED_STEPS}", f"output.dir={self._folder}/{layout}"]
+            loaded = load_config(self.config(LARGE, "full", 2048), overrides=words)
+            folder = start_run(LaunchRequest(loaded, LaunchOptions(strategy=layout))).folder
+            assert folder is not None
+            lines = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+            summary, steps = read_json(folder.path / "summary.json"), [line for line in lines if "loss" in line]
+            kept = ("tokens_per_s", "predicted_tokens_per_s", "peak_bytes", "engine_proof", "wall_s")
+            found[layout] = {name: summary[name] for name in kept} | {"losses": [line["loss"] for line in steps]}
+        return found
 
     def profile(self) -> dict[str, Any]:
         """The share of two steps of mixed chats in which the card computes, of a run that later plans learn from."""
