@@ -150,7 +150,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: REPO=user/name           push: the repository on the Hugging Face hub
 #: MERGED=1                 push: upload the merged model in place of the adapter
 #: PUBLIC=1                 push: make the repository public; a new one is private without it
-#: STRATEGY=zero2           layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload, …
+#: STRATEGY=zero2           layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload, …; single, streamed (a base in RAM) on one too
 #: NPROC=2                  processes on this node
 #: GPUS=0,1                 the GPUs to use
 #: NNODES=2                 several nodes, the command once on each (with the next three)

@@ -30,7 +30,7 @@ def test_a_plan_is_that_of_the_command(capsys):
     assert set(answer.pop("precision_of")) == {"quantised", "adapted", "frozen", "trained"}
     planned = json.loads(json.dumps(plan(run, hardware="2xH200").as_json()))
     assert answer == {**planned, "ok": True, "kind": "done", "exit": 0}
-    assert not plan(run, hardware="1xRTX3060").fits
+    assert not plan(run, hardware="1xRTX3060,ram=8GiB").fits
     with pytest.raises(HardwareError, match="NoSuchGpu"):
         plan(run, hardware="1xNoSuchGpu")
     with pytest.raises(AttributeError, match="no attribute 'fine_tune'"):

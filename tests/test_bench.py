@@ -360,5 +360,5 @@ def test_the_tool_of_a_developers_command_is_found_from_any_folder(monkeypatch, 
         monkeypatch.delitem(sys.modules, name)
     assert callable(developing.benchmark_module("mask_score.score", command="mask-score").score)
     assert sys.path[0] == str(ROOT)
-    with pytest.raises(ConfigError, match="make nothing in a clone"):
+    with pytest.raises(ConfigError, match="was installed without: make nothing"):
         developing.benchmark_module("nothing", command="nothing")

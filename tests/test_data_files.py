@@ -57,7 +57,7 @@ SCHEMAS = {
         "commands": mapping(record("file help", groups=TEXT)), "groups": mapping(TEXT), "targets": mapping(TEXT),
         "flags": mapping(record("for help", switch=YES, setting=SETTING)), "settings": mapping(SETTING),
         "variables": mapping(record("for help example", kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)),
-        "other_words": mapping(TEXT),
+        "other_words": mapping(TEXT), "setting_words": mapping(TEXT), "target_words": mapping(TEXT),
     }),
     "launch/deepspeed_keys.json": record("", {
         "sources": listed(TEXT), "renamed": mapping(TEXT), "auto_is_a_value": listed(TEXT),
@@ -79,6 +79,7 @@ SCHEMAS = {
     }),
     "models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
     "models/fp16.json": listed(record("models what source", note=TEXT, only_with=TEXT, in_backward=YES)),
+    "models/name_hints.json": listed({"type": "array", "items": TEXT, "minItems": 2, "maxItems": 2}),
     "models/other_kinds.json": mapping(TEXT),
     "models/known_models.json": listed(
         record("source", {"names": listed(TEXT), "config": mapping(ANYTHING)}, params=ANYTHING)

@@ -205,7 +205,7 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
     for layout in possible:
         if layout.name == "fsdp_hybrid":
             assert layout.shard == per_node
-        elif layout.name in ("single", "ddp"):
+        elif layout.name in ("single", "ddp", "streamed"):
             assert layout.shard == 1
         elif layout.tensor_parallel == 1:
             assert layout.shard == count

@@ -232,7 +232,7 @@ def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, n
     assert started.end() == 130
     counts = [started.printed.count(text) for text in ("stopped at step ", "save at the end of this step", "error:")]
     assert counts == [1, 1, 0], started.printed
-    assert f"RUN={run.name}" in last_line(started, "[train-distributed] stopped at step ")
+    assert f"--run {run.name}" in last_line(started, "[train-distributed] stopped at step ")
     require_no_noise(started)
     assert list((run / "checkpoints").iterdir())
     assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"

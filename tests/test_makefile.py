@@ -127,7 +127,10 @@ def test_every_target_has_a_help_line_and_is_phony():
 
 
 def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure():
-    readme, measuring = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmarks/README.md"))
+    readme, commands, measuring = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/commands.md", "benchmarks/README.md")
+    )
+    readme += commands
     code = re.compile(r"\bmake ([a-z][a-z-]*)|`([a-z][a-z-]*)`")
     named = {name for text in (readme, measuring) for found in code.findall(text) for name in found}
     named |= set(re.findall(r"\bmake -C benchmarks ([a-z][a-z-]*)", readme + measuring))

@@ -354,7 +354,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
     assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
     for one in candidates:
         memory = one.memory
-        assert one.layout.is_fsdp or memory.load_bytes >= whole
+        assert one.layout.is_fsdp or one.layout.is_streamed or memory.load_bytes >= whole
         step = memory.reserved + memory.margin + memory.outside_allocator
         assert memory.required == max(step, memory.required_to_load)
         assert memory.is_limited_by_loading == (memory.required > step)

@@ -263,7 +263,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     TrainingError: it is not."""
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
-    if trainer.block_stream is not None:
+    if layout.is_streamed:
         trainer.block_stream.check()
     class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}
     expected_class = "DistributedDataParallel"  # of streamed ranks too

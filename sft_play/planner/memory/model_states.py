@@ -329,7 +329,9 @@ def resident_bytes(
     host_bytes = 0
     if layout.is_streamed:
         host_bytes = streamed_bytes(config, shape, itemsize)
-        largest = max(block_bytes(kind, itemsize=itemsize, is_nf4=is_nf4) for kind in shape.layers)
+        largest = max(
+            stored_block_bytes(kind, itemsize=itemsize, is_nf4=is_nf4) for kind in shape.layers
+        )
         frozen_bytes += PLACES * largest - host_bytes
     held_bytes = trained_bytes = parameters.params * parameters.itemsize
     if is_full and layout.tensor_parallel == 1:
@@ -361,7 +363,7 @@ def resident_bytes(
 PLACES = 2
 
 
-def block_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool) -> int:
+def stored_block_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool) -> int:
     """Bytes of a block's frozen weights as they are stored; in NF4 with their constants."""
     if not is_nf4:
         return itemsize * kind.params
@@ -373,7 +375,8 @@ def streamed_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
     """Bytes of the blocks that a streamed base sends over the bus, forwards or backwards."""
     is_nf4 = config.tuning.mode == "qlora"
     return sum(
-        kind.count * block_bytes(kind, itemsize=itemsize, is_nf4=is_nf4) for kind in shape.layers
+        kind.count * stored_block_bytes(kind, itemsize=itemsize, is_nf4=is_nf4)
+        for kind in shape.layers
     )
 
 

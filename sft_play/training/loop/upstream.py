@@ -28,6 +28,7 @@ OVERRIDDEN_METHODS: MethodsByName = {
     "_prepare_inputs": ("training_step", "prediction_step"),
     "_save_rng_state": ("_save_checkpoint",),
     "_issue_warnings_after_load": ("_load_best_model",),
+    "_move_model_to_device": ("__init__",),
 }
 # Others that they call or read.
 USED_MEMBERS: MethodsByName = {
