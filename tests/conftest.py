@@ -218,8 +218,11 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs a command line in this process: (exit code, everything it printed)."""
+    """Runs a command line in this process: (exit code, everything it printed but that it takes long)."""
     from sft_play.cli import main
+    from sft_play.process import waiting
+
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 120.0)  # on a busy machine everything does
 
     def run(*words: str) -> tuple[int, str]:
         capfd.readouterr()
