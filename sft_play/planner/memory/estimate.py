@@ -539,8 +539,7 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
         )
         outside_allocator = CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators
     else:
-        # a streamed base in RAM lies beside what would be on a GPU
-        outside_allocator = CPU_LIBRARIES_BYTES + saving.staged_ram + simulation.resident.host
+        outside_allocator = CPU_LIBRARIES_BYTES + saving.staged_ram
         # with pages of the files from which weights in another dtype are made: they can be dropped,
         # and so are not required
         late_bytes += CPU_LATE_BYTES

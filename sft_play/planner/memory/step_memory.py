@@ -147,6 +147,10 @@ class StepMemorySimulation:
         self.resident = resident_bytes(
             config, shape, loaded_element_bytes, layout, groups_adapters=self.groups_adapters
         )
+        if step.layout.is_streamed and not step.on_gpu:  # both are the same RAM
+            self.resident = replace(
+                self.resident, weights=self.resident.weights + self.resident.host, host=0
+            )
         self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
         # modules see what is gathered, adapters included

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.errors import TrainingError
 from sft_play.planner.memory.model_states import PLACES
+from sft_play.process.waiting import release_free_memory, report_each
 from sft_play.text import GIB, MIB
 from sft_play.training.measure.monitor import shortest_seconds
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
@@ -222,8 +223,9 @@ def move_blocks(model: nn.Module, device: torch.device) -> BlockStream:
     )
     shared = {name for name, count in counts.items() if count > 1}
     stream = BlockStream(device)
-    for block in blocks:
+    for block in report_each("Keeping the base in RAM", blocks, unit="blocks", count=len(blocks)):
         stream.add(block, shared)
+        release_free_memory()  # of the tensors that were copied
     return stream
 
 
