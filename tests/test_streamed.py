@@ -19,16 +19,31 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import STREAMED_LEAD, build_candidate, choose_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import Layout
+from sft_play.planner.layout import Layout, find_layouts
 from sft_play.planner.memory.model_states import streamed_bytes
 from sft_play.training.model import streamed_base
 from sft_play.training.model.streamed_base import BlockStream, move_blocks, stream_base
 from tests.conftest import chat, write_rows, write_run
 from tests.models import make_tokenizer
-from tests.test_merge import gemma3_with_images, llama, qwen3_moe
+from tests.test_merge import EXPERTS, llama, small_model, with_images
 
 QWEN = "Qwen/Qwen2.5-3B-Instruct"
-MODELS = {"dense": llama, "experts": qwen3_moe, "images": gemma3_with_images}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}
+
+
+def images() -> object:
+    text = {"vocab_size": 400, "sliding_window": 32, "num_hidden_layers": 5, **LAYERS}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 32, "patch_size": 16}  # fmt: skip
+    return with_images("Gemma3", text, vision, mm_tokens_per_image=4)
+
+
+# More blocks than places, odd and even: each is driven out between its passes.
+MODELS = {
+    "dense": lambda: llama(num_hidden_layers=5),
+    "experts": lambda: small_model("Qwen3Moe", num_hidden_layers=4, **EXPERTS),
+    "images": images,
+}
 RUNS = {
     "dense, checkpointed in bf16": ("dense", "qlora", ["train.gradient_checkpointing=true", "train.bf16=true"]),
     "dense, one pass": ("dense", "lora", ["train.batch_size=8", "train.gradient_checkpointing=false"]),
@@ -194,6 +209,25 @@ def test_too_little_ram_is_refused_with_what_it_would_take():
     streamed = next(one for one in plan.candidates if one.layout.is_streamed)
     assert "RAM" in streamed.insufficient_memory
     assert "of 24.0" in streamed.verdict
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "zamba2"])
+def test_classes_that_cannot_be_streamed_are_refused_by_name(kind):
+    request = request_of("1xRTX4090,ram=64GiB")
+    shape = dataclasses.replace(request.shape, model_type=kind)
+    layouts, refused = find_layouts(request.config, shape, request.hardware)
+    assert "streamed" not in [layout.name for layout in layouts]
+    assert next(one.because for one in refused if one.name == "streamed").startswith(f"{kind}: ")
+    shape = dataclasses.replace(shape, model_type="ctrl", can_checkpoint=False)
+    _, refused = find_layouts(request.config, shape, request.hardware)
+    assert ["no blocks" in one.because for one in refused if one.name == "streamed"] == [True]
+
+
+@pytest.mark.build
+def test_a_class_without_blocks_is_no_streamed_one():
+    stream = stream_base(nn.Linear(3, 3).requires_grad_(False), torch.device("cpu"))
+    with pytest.raises(TrainingError, match="no block of this class"):
+        stream.check()
 
 
 def test_full_fine_tuning_and_compiled_blocks_are_refused_by_name(refuse, tmp_path, tiny_llama):

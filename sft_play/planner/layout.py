@@ -305,6 +305,14 @@ def mesh_layout(mesh: Mesh) -> Layout:
 GROUP_SIZES = (2, 4, 8)
 
 
+# Classes whose blocks are more than their own weights at their own place.
+UNSTREAMED_TYPES = {
+    "rwkv": "weights are divided in place between training and evaluation",
+    "zamba": "blocks share weights, which would have no place of one block",
+    "zamba2": "blocks share weights, which would have no place of one block",
+}
+
+
 @dataclass(frozen=True)
 class ImpossibleLayout:
     """A layout that the libraries cannot run for this job, and why."""
@@ -436,6 +444,10 @@ def _layout_obstacle(
             "the base stays in RAM and nothing is written back, and full fine-tuning changes it"
             " (zero3_offload does that)"
         )
+    if layout.is_streamed and not shape.can_checkpoint:
+        return f"transformers' class of {shape.model_type} has no blocks that it calls one by one"
+    if layout.is_streamed and shape.model_type in UNSTREAMED_TYPES:
+        return f"{shape.model_type}: {UNSTREAMED_TYPES[shape.model_type]}"
     # what the run asks for beside its optimizer
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
         return (

@@ -8,6 +8,7 @@ again when its block has come back for the backward pass. Nothing is written bac
 """
 
 import collections
+import contextlib
 import logging
 import mmap
 import weakref
@@ -106,7 +107,13 @@ class BlockStream:
         return {id(one) for block in self.blocks for one in frozen_parameters(block)} - self._shared
 
     def check(self) -> None:
-        """Raise TrainingError where a block has a frozen weight outside of its place."""
+        """Raise TrainingError where there is no block, or one has a frozen weight outside of its
+        place."""
+        if not self.host_bytes:
+            raise TrainingError(
+                "the plan says streamed, but no block of this class could be moved to RAM; nothing"
+                " was trained: STRATEGY=single"
+            )
         for index, block in enumerate(self.blocks):
             place = self._places[index % PLACES].untyped_storage().data_ptr()
             for parameter in frozen_parameters(block):
@@ -123,6 +130,8 @@ class BlockStream:
         largest = max((host.nbytes for host in self._host), default=0)
         for _ in range(PLACES):
             self._places.append(torch.zeros(largest, dtype=torch.uint8, device=self.device))
+            if self._copy_stream is not None:  # a copy may be on its way when the model is dropped
+                self._places[-1].record_stream(self._copy_stream)
         for index, (block, tensors) in enumerate(zip(self.blocks, self._tensors, strict=True)):
             for tensor in tensors:
                 tensor.replace(_view(self._places[index % PLACES], tensor))
@@ -134,7 +143,7 @@ class BlockStream:
         self.visit(index)
 
     def _after_forward(self, index: int, block: nn.Module, inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
+        first = output if isinstance(output, torch.Tensor) else output[0]
         if isinstance(first, torch.Tensor) and first.requires_grad:
             # its gradient comes before the block's own backward pass
             first.register_hook(lambda gradient: self.visit(index))
@@ -181,6 +190,9 @@ class BlockStream:
             weakref.finalize(self, _unpin, host)
             return
         self.is_pinned = False
+        # CUDA keeps the refusal as its last error, and would raise it at the next kernel
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
         logger.warning(
             "Streamed base: the system pins no more than %.1f GiB of RAM (%s); blocks are copied"
             " from memory that is not pinned, which is slower: raise the limit (ulimit -l, WSL:"
@@ -216,7 +228,10 @@ def stream_base(model: nn.Module, device: torch.device) -> BlockStream:
 def move_blocks(model: nn.Module, device: torch.device) -> BlockStream:
     """Move the frozen tensors of all blocks of a model to where they stay in RAM; their visits to
     `device` are not begun."""
-    blocks = decoder_layers(model)
+    layers = decoder_layers(model)
+    # of layers in layers the outer ones, which are called with what is inside of them
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    blocks = [layer for layer in layers if id(layer) not in inner]
     # what two blocks share has no place of one of them, and stays on the device
     counts = collections.Counter(
         id(parameter) for block in blocks for parameter in frozen_parameters(block)
@@ -246,6 +261,7 @@ def frozen_parameters(block: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _unpin(host: torch.Tensor) -> None:
+    torch.cuda.synchronize()  # the last copy reads it
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
