@@ -384,10 +384,17 @@ def family_pins(root: Path, what: Environment) -> List[str]:
     return [line for line in lines if line.split("==")[0] in torch_build.FAMILY]
 
 
+def write_stamp(venv: Path, text: str) -> None:
+    """Write the stamp as a file of its own: a copy of .venv by hard links has another."""
+    written = venv / (STAMP + ".new")
+    written.write_text(text, encoding="utf-8")
+    written.replace(venv / STAMP)
+
+
 def empty(venv: Path) -> None:
     """Empty .venv, marked as ours first, so that an interrupted build can be repaired."""
     venv.mkdir(exist_ok=True)
-    (venv / STAMP).write_text("building\n", encoding="utf-8")
+    write_stamp(venv, "building\n")
     for entry in list(venv.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(str(entry))
@@ -415,7 +422,7 @@ def build(
     by, torch = how(venv, environ, asked)
     announce(by, torch, venv, root / what.log_file)
     install(root, by, torch, run, what, start)
-    (venv / STAMP).write_text(ready_text(root, python.version, what, torch.name), encoding="utf-8")
+    write_stamp(venv, ready_text(root, python.version, what, torch.name))
     say(f"{time.monotonic() - start:3.0f} s: {what.folder} is ready")
 
 

@@ -1,6 +1,7 @@
 """`train.learning_rate: auto` follows its rule, and an explicit value is never changed. LoRA+: lora_B has its own
 rate in every layout, as PEFT's optimizer has it, and after a resume."""
 
+import json
 import math
 import random
 
@@ -16,6 +17,7 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.optimizers import loraplus_groups
+from tests.conftest import chat, write_rows, write_run
 from tests.models import uneven_run
 from tests.test_distributed import start
 from tests.test_train import assert_resumes, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
@@ -132,3 +134,13 @@ def test_ranks_lose_what_one_process_does(tmp_path, tiny_llama, strategy):
     one, many = (losses(tmp_path / "outputs" / name) for name in ("one", "many"))
     assert len(one) == 5
     assert many == pytest.approx(one, rel=2e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_would_be_all_warmup_has_none(tmp_path, tiny_llama, succeed, steps):
+    """The first step of a warmup has a rate of zero: one of a single step would train nothing."""
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", "yes") for n in range(16)))
+    run_file = write_run(tmp_path, tiny_llama, rows, train={"max_steps": steps, "learning_rate": 1e-3})
+    succeed("train", "--config", str(run_file), "output.name=short")
+    lines = [json.loads(line) for line in (tmp_path / "outputs/short/metrics.jsonl").read_text().splitlines()]
+    assert next(line["learning_rate"] for line in lines if "loss" in line) == (1e-3 if steps == 1 else 0)

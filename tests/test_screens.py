@@ -278,7 +278,9 @@ def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, 
 def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     for hardware in (machine, parse_hardware("1xRTX4090")):
-        (line,) = next_run_commands(RunFolder(Path("a")), "configs/run_starter.yaml", on_gpu=bool(hardware.gpus))
+        (line,) = next_run_commands(
+            RunFolder(Path("a")), "configs/run_starter.yaml", on_gpu=bool(hardware.gpus), has_held_out_rows=True
+        )
         found = re.fullmatch(r"make new MODEL=(\S+) DATA=my.jsonl", line)
         assert found is not None
         config = config_from_text(f"model: {{name: {found[1]}}}", name="x")

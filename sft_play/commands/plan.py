@@ -260,7 +260,10 @@ def _plan_page(
     if plan.fits and (command is not None or node_lines):
         start_lines = node_lines or [f"Start: {command}"]
     summary = explain.plan_summary_lines(
-        plan, config, start_lines=start_lines, has_local_data=not missing_data_lines
+        plan,
+        config,
+        start_lines=start_lines,
+        has_local_data=not (missing_data_lines or request.model),
     )
     if request.trace:
         summary += [reason for reason in plan.reasons if "trace" in reason]

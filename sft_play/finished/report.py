@@ -597,7 +597,10 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
     next_items, config_path = list[str](), record.manifest.get("config_path")
     if record.status == "finished" and config_path:
         next_items = next_run_commands(
-            record.folder, config_path, on_gpu=record.parts[-1].is_on_gpu
+            record.folder,
+            config_path,
+            on_gpu=record.parts[-1].is_on_gpu,
+            has_held_out_rows=bool(record.summary.get("after")),
         )
     return [
         ReportSection("How it ended", items=[str(error)] if error else []),

@@ -301,17 +301,20 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
     require_unchanged(folder)
     record = read_merge_record(folder)
     test = record.get("test")
-    merge_again = f"make merge RUN={run.folder.shell_path} FORCE=1 merges into what was trained"
+    merge_again = f"make merge RUN={run.folder.shell_path} FORCE=1"
+    remedy = f"{merge_again} merges into what was trained"
     if test and not test.get("ok"):
+        if record.get("base") != "original":  # what 16 bits round away
+            remedy = f"{merge_again} DTYPE=fp32 rounds less"
         raise RunFolderError(
             f"{folder} is not the trained model: merge-test found it "
             f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit "
-            f"{test.get('kl_limit', 0):.2g}); {merge_again}"
+            f"{test.get('kl_limit', 0):.2g}); {remedy}"
         )
     if not test and record.get("base") == "original":
         raise RunFolderError(
             f"{folder} was merged into the original weights, and the adapter was trained on NF4 "
-            f"ones: make merge-test RUN={run.folder.shell_path} compares the two; {merge_again}"
+            f"ones: make merge-test RUN={run.folder.shell_path} compares the two; {remedy}"
         )
 
 

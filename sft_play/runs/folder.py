@@ -293,14 +293,17 @@ RESTARTS_ENTRY = "restarts"
 END_ENTRIES = ("error", "ended", CRASH_ENTRY)
 
 
-def next_run_commands(folder: "RunFolder", config_path: str | Path, *, on_gpu: bool) -> list[str]:
+def next_run_commands(
+    folder: "RunFolder", config_path: str | Path, *, on_gpu: bool, has_held_out_rows: bool
+) -> list[str]:
     """The commands that come after a run: one's own data after the starter, else what judges the
-    run and ships it."""
+    run, where there are rows for it, and ships it."""
     if Path(config_path).name == Path(CONFIG).name:
         # at most what a run here takes
         return [f"make new MODEL=Qwen/Qwen2.5-{'3' if on_gpu else '0.5'}B-Instruct DATA=my.jsonl"]
     run = f"RUN={folder.whole_run.shell_path}"
-    return [f"make eval {run}", f"make ship {run}", f"make export {run} FORMAT=gguf"]
+    judging = [f"make eval {run}", f"make ship {run}"] if has_held_out_rows else []
+    return [*judging, f"make export {run} FORMAT=gguf"]
 
 
 @dataclass(frozen=True)

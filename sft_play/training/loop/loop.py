@@ -108,6 +108,13 @@ class EvaluatedLoop(CheckpointedLoop):
         if not self._layout.is_streamed:  # whose blocks stay in RAM
             super()._move_model_to_device(model, device)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule; where the warmup is all of the run, as of a single step, there is none: its
+        rates would be zero."""
+        if self.args.get_warmup_steps(num_training_steps) >= num_training_steps:
+            self.args.warmup_steps = 0
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset

@@ -367,7 +367,12 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
         return lines
     if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
-    commands = next_run_commands(job.folder, job.loaded.path, on_gpu=bool(job.plan.hardware.gpus))
+    commands = next_run_commands(
+        job.folder,
+        job.loaded.path,
+        on_gpu=bool(job.plan.hardware.gpus),
+        has_held_out_rows=summary["after"] is not None,
+    )
     return [
         *lines,
         f"Talk to it: make chat RUN={job.folder.shell_path}",
