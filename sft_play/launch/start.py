@@ -52,7 +52,7 @@ from sft_play.runs.folder import (
     write_text,
 )
 from sft_play.runs.lookup import LAUNCHER, WRITER, create_run, discard_run
-from sft_play.starter import BASE_NAME
+from sft_play.starter import BASE_NAME, CONFIG
 from sft_play.training.job import record_measurements
 
 
@@ -300,7 +300,7 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
         if request.is_reporting_rank:
             name = request.loaded.config.model.name
             description = f"{name} ({request.loaded.path})"
-            if name == BASE_NAME:
+            if name == BASE_NAME and request.loaded.path.name == Path(CONFIG).name:
                 description = (
                     f"{name}, the starter's two million parameters ({request.loaded.path}; a run of"
                     " yours: make train CONFIG=my.yaml)"
