@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from logging.handlers import MemoryHandler
+from pathlib import Path
 
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError, error_prefix
