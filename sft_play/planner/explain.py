@@ -413,7 +413,8 @@ def rejection_reason(
         if candidate.layout.is_streamed and speed_ratio > 1:
             return (
                 f"predicted {format_relative_speed(speed_ratio, error)}, and a streamed base, whose"
-                f" speed was measured on no card, is taken from {STREAMED_LEAD:g} times on: {fit_text}"
+                f" speed was measured on no card, is taken from {STREAMED_LEAD:g} times on:"
+                f" {fit_text}"
             )
         is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(
             choice.layout.name
