@@ -328,7 +328,7 @@ _MAKE_COMMAND = re.compile(
 
 
 def is_makefile_near() -> bool:
-    """True if the user stands in a checkout, where make runs the commands."""
+    """True if the current folder is a checkout, where make runs the commands."""
     return os.path.isfile("scripts/make.mk")  # noqa: PTH113  (no error for a folder that is gone)
 
 

@@ -514,3 +514,11 @@ def test_what_the_config_cannot_be_is_a_finding(world):
     assert "batch_size=3 does not split" in found["plan"].found
     assert (report.names_by_verdict("FAIL"), found["all-reduce"].verdict) == (["plan", "nodes"], "SKIP")
     assert "disk" not in found
+
+
+@pytest.mark.parametrize(("limit", "is_wsl", "verdict"), [
+    (-1, False, "PASS"), (2**40, False, "PASS"), (2**26, False, "WARN"), (-1, True, "WARN"),
+])  # fmt: skip
+def test_what_a_streamed_base_pins_is_compared_with_what_may_be_locked(limit, is_wsl, verdict):
+    finding = doctor.check_pinned_memory(18 * 2**30, limit, is_wsl=is_wsl)
+    assert (finding.verdict, "18.0 GiB" in finding.found) == (verdict, True)

@@ -13,7 +13,7 @@ from tests.conftest import ROOT, chat, clean_environment, write_rows
 
 
 class Installed:
-    """A folder with the installed wheel, and an empty one that the user stands in."""
+    """A folder with the installed wheel, and an empty one, the current folder of commands."""
 
     def __init__(self, folder: Path) -> None:
         self.site, self.home = folder / "site", folder / "home"

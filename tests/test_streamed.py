@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from sft_play.config.load import config_from_text
-from sft_play.errors import TrainingError
+from sft_play.errors import DoesNotFit, TrainingError
 from sft_play.machine import host_speed
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
@@ -131,10 +131,10 @@ def test_the_device_holds_two_blocks_and_the_rest(kind):
     assert sum(storages.values()) == pytest.approx(whole - sum(blocks) + 2 * max(blocks), rel=0.01)
     assert stream.device_bytes == pytest.approx(2 * max(blocks), rel=0.02)
     assert stream.host_bytes == pytest.approx(sum(blocks), rel=0.02)
-    stream.check()
+    stream.require_streamed()
     next(stream.blocks[0].parameters()).data = torch.zeros(next(stream.blocks[0].parameters()).shape)
     with pytest.raises(TrainingError, match="block 0 holds weights of its own"):
-        stream.check()
+        stream.require_streamed()
 
 
 @pytest.mark.build
@@ -170,6 +170,47 @@ def test_a_pin_that_is_refused_is_one_warning_with_figures(monkeypatch, caplog):
             stream.add(block)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "pins no more than 0.0 GiB" in caplog.text
+
+
+@pytest.mark.build
+def test_ram_that_runs_out_is_an_error_with_figures(monkeypatch):
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    blocks = MODELS["dense"]().requires_grad_(False).model.layers
+    stream = BlockStream(torch.device("cpu"))
+    stream.add(blocks[0])
+    monkeypatch.setattr(streamed_base.mmap, "mmap", refuse)
+    with pytest.raises(DoesNotFit, match=r"0\.00 GiB of the base are there, and the next block takes 0\.00"):
+        stream.add(blocks[1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bus_that_is_slower_than_the_computation_is_said_with_both(seed):
+    plan, draw = make_plan(request_of("1xRTX4090,ram=64GiB", "meta-llama/Llama-3.3-70B-Instruct")), random.Random(seed)
+    computed, size = plan.speed.pass_times.seconds(plan.choice.step.tokens), 34 * 2**30
+    for _ in range(20):
+        rate = draw.uniform(0.2, 5) * 2 * size / computed
+        said = streamed_base.slow_bus_warning(plan, size, rate)
+        assert bool(said) == (2 * size > rate * computed)
+        assert not said or f"{computed:.1f} s by the plan" in said
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_ranks_that_stream_train_as_ddp_does(tmp_path, succeed):
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n} " * (1 + n % 3)) for n in range(24)))
+    run = write_run(tmp_path, base_of(tmp_path / "base", "dense"), rows, tuning={"mode": "qlora"},
+                    train={"max_steps": 3, "learning_rate": 1e-2})  # fmt: skip
+    for layout in ("ddp", "streamed"):
+        words = ("--nproc", "2", "--strategy", layout, f"output.name={layout}")
+        succeed("train-distributed", "--config", str(run), *words)
+    (losses, adapters, _), (others, other_adapters, summary) = (
+        trained(tmp_path / "outputs" / layout) for layout in ("ddp", "streamed")
+    )
+    assert others == losses
+    assert all(torch.equal(value, other_adapters[key]) for key, value in adapters.items())
+    assert (summary["engine_proof"]["layout"], summary["engine_proof"]["ranks"]) == ("streamed", 2)
 
 
 def test_blocks_that_share_weights_keep_them_on_the_device():
@@ -227,7 +268,7 @@ def test_classes_that_cannot_be_streamed_are_refused_by_name(kind):
 def test_a_class_without_blocks_is_no_streamed_one():
     stream = stream_base(nn.Linear(3, 3).requires_grad_(False), torch.device("cpu"))
     with pytest.raises(TrainingError, match="no block of this class"):
-        stream.check()
+        stream.require_streamed()
 
 
 def test_full_fine_tuning_and_compiled_blocks_are_refused_by_name(refuse, tmp_path, tiny_llama):

@@ -19,6 +19,7 @@ from sft_play.machine.host_speed import HostSpeed
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import (
+    AverageMicroSteps,
     BatchPlan,
     MicroBatches,
     RowTokens,
@@ -496,19 +497,28 @@ def _required_host_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstim
 def predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step, rates: Rates) -> Speed:
     """The predicted speed of a step at these rates, of the run's own rows where their lengths are
     known."""
-    micro_steps, layout = None, step.layout
-    if inputs.row_tokens is not None:
-        micro_steps = average_micro_steps(
-            inputs.row_tokens,
-            plan_micro_batches(inputs, precision, step),
-            effective_batch=step.micro_batch * step.grad_accum * layout.data_parallel,
-            ranks=layout.data_parallel,
-        )
-        micro_steps = dataclasses.replace(
-            micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
-        )
+    micro_steps = estimate_micro_steps(inputs, precision, step)
     return predict_speed(
         inputs.config, inputs.shape, precision, step, rates, micro_steps=micro_steps
+    )
+
+
+def estimate_micro_steps(
+    inputs: PlanInputs, precision: Precision, step: Step
+) -> AverageMicroSteps | None:
+    """The micro steps of an average step of the run's own rows; None where their lengths are not
+    known."""
+    if inputs.row_tokens is None:
+        return None
+    layout = step.layout
+    micro_steps = average_micro_steps(
+        inputs.row_tokens,
+        plan_micro_batches(inputs, precision, step),
+        effective_batch=step.micro_batch * step.grad_accum * layout.data_parallel,
+        ranks=layout.data_parallel,
+    )
+    return dataclasses.replace(
+        micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
     )
 
 

@@ -21,6 +21,7 @@ from sft_play.planner.candidates import (
     build_candidate,
     choose_candidate,
     closest_to_fitting,
+    estimate_micro_steps,
     fastest_speed,
     format_needs,
     plan_micro_batches,
@@ -170,21 +171,25 @@ def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
 def _stream_reason(inputs: PlanInputs, choice: Candidate) -> str:
     """What a streamed base sends over the bus, and how much of it the computation hides; empty for
     another layout."""
+    step = choice.step
     if not choice.layout.is_streamed:
         return ""
-    parts, step, passes = choice.speed.parts, choice.step, choice.batch.grad_accum
+    if not step.on_gpu:
+        return "the base stays in one part of RAM and visits another, as it would a GPU"
+    passes, tokens = step.grad_accum, step.tokens
+    micro_steps = estimate_micro_steps(inputs, choice.precision, step)
+    if micro_steps is not None:  # of the run's own rows
+        passes, tokens = max(1, round(micro_steps.count)), round(micro_steps.padded_tokens)
     itemsize = DTYPE_BYTES[choice.precision.load]
     sent_bytes = 2 * streamed_bytes(inputs.config, inputs.shape, itemsize) * passes
     rate = inputs.layout_rates(choice.layout).bus_bytes_per_s
-    hidden_share = 1 - parts.get("bus", 0.0) / (sent_bytes / rate)
+    hidden_share = 1 - choice.speed.parts["bus"] * rate / sent_bytes
     source = "as for cards of its kind"
     if inputs.host_speed is not None and inputs.host_speed.bus_bytes_per_s:
         source = f"measured by {inputs.host_speed.measured_by} ({inputs.host_speed.date})"
-    if not step.on_gpu:
-        return "the base stays in one part of RAM and visits another, as it would a GPU"
     return (
         f"the base visits from RAM: {sent_bytes / GIB:.0f} GiB a step at {rate / 1e9:.0f} GB/s"
-        f" ({source}); {plural(passes, 'pass', 'passes')} of {step.tokens:,} tokens hide"
+        f" ({source}); {plural(passes, 'pass', 'passes')} of {tokens:,} tokens hide"
         f" {max(0.0, hidden_share):.0%} of it"
     )
 

@@ -226,13 +226,6 @@ def load_device(plan: Plan, config: RunConfig) -> str | None:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
-def packing_device(plan: Plan) -> torch.device | None:
-    """The device that quantises weights which are loaded to another: a streamed base's GPU."""
-    if plan.choice.layout.is_streamed and plan.hardware.device == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return None
-
-
 def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
     """The dtype of packed 4-bit weights: the compute dtype where FSDP divides them, None (bytes)
     elsewhere."""
@@ -264,7 +257,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     if layout.is_streamed:
-        trainer.block_stream.check()
+        trainer.block_stream.require_streamed()
     class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}
     expected_class = "DistributedDataParallel"  # of streamed ranks too
     if layout.is_zero:
@@ -333,8 +326,8 @@ def _require_divided(
 def single_process_check(trainer: Any, layout: str) -> EngineCheck:
     """The check of one process without an engine: it holds everything that trains. Raises
     TrainingError: a streamed base is not."""
-    if trainer.block_stream is not None:
-        trainer.block_stream.check()
+    if layout == "streamed":
+        trainer.block_stream.require_streamed()
     whole_bytes, local_bytes = trained_bytes_held(trainer)
     return EngineCheck(layout, type(trainer.model_wrapped).__name__, 1, whole_bytes, (local_bytes,))
 

@@ -61,7 +61,7 @@ from sft_play.training.model.model_loading import (
     read_model,
     shard_model,
 )
-from sft_play.training.model.streamed_base import measure_bus_rate, stream_base
+from sft_play.training.model.streamed_base import measure_bus_rate, slow_bus_warning, stream_base
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers, resized_spec
 from sft_play.training.prepare.prepare import Prepared
@@ -382,7 +382,7 @@ def load_trainer(
         # trainer reads it
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
-    model, source = _load_model(job, model_spec, begins_from)
+    model, source = _load_model(job, model_spec, begins_from, arguments.device)
     set_backbone_prefix(model)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT;
     # compiled blocks have no use for them
@@ -504,6 +504,8 @@ def _divide_weights(
         if job.plan.hardware.gpus and distributed.is_first():
             rate = measure_bus_rate(trainer.args.device)
             save_bus_rate(job.plan.hardware.gpus[0].name, rate, measured_by="a run")
+            if warning := slow_bus_warning(job.plan, trainer.block_stream.host_bytes, rate):
+                logger.warning("%s", warning)
 
 
 def build_run_trainer(
@@ -546,7 +548,7 @@ def build_run_trainer(
 
 
 def _load_model(
-    job: RunJob, model_spec: ModelSpec, begins_from: Path | None
+    job: RunJob, model_spec: ModelSpec, begins_from: Path | None, training_device: torch.device
 ) -> tuple[Any, SourceWeights | None]:
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
@@ -576,6 +578,7 @@ def _load_model(
         model_spec,
         device=device,
         quant_storage=quant_storage,
-        packs_on=engines.packing_device(plan),
+        # whose blocks are in RAM, but are far quicker packed on the card
+        packs_on=training_device if plan.choice.layout.is_streamed else None,
     )
     return model, None

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.errors import TrainingError
+from sft_play.errors import DoesNotFit, TrainingError
 from sft_play.planner.memory.model_states import PLACES
+from sft_play.planner.plan import Plan
 from sft_play.process.waiting import release_free_memory, report_each
 from sft_play.text import GIB, MIB
 from sft_play.training.measure.monitor import shortest_seconds
@@ -89,7 +90,15 @@ class BlockStream:
             offsets.append(total_bytes)
             total_bytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         # pages of its own: what shares a page with another cannot be pinned beside it
-        host = torch.frombuffer(mmap.mmap(-1, max(1, total_bytes)), dtype=torch.uint8)[:total_bytes]
+        try:
+            pages = mmap.mmap(-1, max(1, total_bytes))
+        except (OSError, MemoryError) as error:
+            raise DoesNotFit(
+                f"the RAM of this machine ran out: {self.host_bytes / GIB:.2f} GiB of the base are"
+                f" there, and the next block takes {total_bytes / GIB:.2f}; free some, or take a"
+                " smaller base or tuning.mode=qlora"
+            ) from error
+        host = torch.frombuffer(pages, dtype=torch.uint8)[:total_bytes]
         if self.is_pinned and total_bytes:
             self._pin(host)
         tensors = []
@@ -106,7 +115,7 @@ class BlockStream:
         """The parameters, by their `id`, that lie in RAM."""
         return {id(one) for block in self.blocks for one in frozen_parameters(block)} - self._shared
 
-    def check(self) -> None:
+    def require_streamed(self) -> None:
         """Raise TrainingError where there is no block, or one has a frozen weight outside of its
         place."""
         if not self.host_bytes:
@@ -253,6 +262,20 @@ def measure_bus_rate(device: torch.device) -> float:
         target.copy_(source, non_blocking=True)
 
     return BUS_PROBE_BYTES / shortest_seconds(copy, device, count=4)
+
+
+def slow_bus_warning(plan: Plan, host_bytes: int, bus_bytes_per_s: float) -> str:
+    """What a run is told where the bus, as it was measured, takes longer for a pass than its
+    computation was planned to take; empty where it does not."""
+    bus_s, pass_times = 2 * host_bytes / bus_bytes_per_s, plan.speed.pass_times
+    if pass_times is None or bus_s <= pass_times.seconds(plan.choice.step.tokens):
+        return ""
+    return (
+        f"Streamed base: {bus_bytes_per_s / 1e9:.1f} GB/s were measured from RAM to the card, so"
+        f" that a pass takes at least {bus_s:.1f} s, and its computation"
+        f" {pass_times.seconds(plan.choice.step.tokens):.1f} s by the plan: a slot with more lanes,"
+        " or more tokens a pass; later plans count with it"
+    )
 
 
 def frozen_parameters(block: nn.Module) -> Iterator[nn.Parameter]:
