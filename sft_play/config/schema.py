@@ -224,6 +224,9 @@ class LoraConfig(Section):
     """Routed experts get adapters too, all of their weights: what `target_parameters: auto`
     says."""
 
+    projector: bool = option(False, owner="training.prepare.lora_config")
+    """Of an image-text model that trains on rows with images, the projector gets adapters too."""
+
     modules_to_save: tuple[Name, ...] = option((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
@@ -294,6 +297,10 @@ class TuningConfig(Section):
     )
     """Which of the mode's weights are trained, by parts of their names: `[layers.0-3, norm,
     lm_head]`, `[lora]`, `[q_proj]`; the others stay frozen. all trains every one."""
+
+    train_vision: bool = option(False, owner="training.model.vision")
+    """Full training of an image-text model on rows with images trains its vision tower and its
+    projector too, which else stay frozen."""
 
     lora: LoraConfig = LoraConfig()
     """The adapters."""
@@ -449,6 +456,21 @@ Encoding = Literal[
 ]  # fmt: skip
 
 
+class ImagePixelsConfig(Section):
+    """Bounds of an image's pixels (width times height); null leaves the processor's own."""
+
+    min: Annotated[int, Field(ge=1)] | None = option(None, owner="data.masks.image_processor")
+    """Smaller images are enlarged."""
+
+    max: Annotated[int, Field(ge=1)] | None = option(None, owner="data.masks.image_processor")
+    """Larger images are made smaller."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a bound is given."""
+        return self.min is not None or self.max is not None
+
+
 class DataConfig(Section):
     """Training and evaluation data."""
 
@@ -583,6 +605,15 @@ class DataConfig(Section):
     packing: Literal["none", "best_fit"] = option("none", owner="data.build.packing")
     """best_fit: pack several chats into one row of max_seq_len tokens; no chat is cut, and none
     sees another."""
+
+    image_pixels: ImagePixelsConfig = ImagePixelsConfig()
+    """Pixels of each image as the model is given it, which decide its tokens."""
+
+    max_image_megapixels: float = option(90.0, owner="data.sources.images", gt=0.0, le=10_000.0)
+    """A row with a larger image is a bad row: a small file may hold one that fills the memory."""
+
+    fetch_images: bool = option(False, owner="data.sources.images")
+    """Images at http addresses are fetched, once, into the cache; else such a row is a bad one."""
 
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = option(
         "auto", owner="data.build.splits"

@@ -7,6 +7,8 @@ Shape letters: T tokens of one row.
 from dataclasses import dataclass
 from typing import Any
 
+from sft_play.data.sources.images import Picture
+
 # Characters [start, end) of a text.
 Span = tuple[int, int]
 # The label of a token that is not trained (torch's and transformers' convention).
@@ -55,6 +57,10 @@ class TokenRow:
     notes: tuple[str, ...] = ()
     # The end of `text` that the chat template does not write: what ends its last turn.
     added_end: str = ""
+    # Its pictures in the order of their tokens in `input_ids`.
+    images: tuple[Picture, ...] = ()
+    # Tokens that the pictures take.
+    image_tokens: int = 0
 
     @property
     def trained_tokens(self) -> int:

@@ -27,6 +27,7 @@ from sft_play.data.sources.columns import (
     refuse_other_kind,
     unknown_format_hint,
 )
+from sft_play.data.sources.images import Picture
 from sft_play.data.sources.json_rows import ROLE_KEYS
 from sft_play.data.sources.messages import (
     AUTHOR_MESSAGE,
@@ -75,7 +76,8 @@ class Chat:
     """A conversation as a template takes it: messages with role, content and tool calls, the tools,
     and variables for the template, which go before data.chat_template_kwargs. A message has `train:
     False` where it must not be trained, and no such key otherwise. `notes` are oddities; `unused`
-    are columns of its row that are not in it.
+    are columns of its row that are not in it. `images` are its pictures in the order of the
+    `IMAGE_MARK`s in the messages' contents.
     """
 
     where: str
@@ -84,6 +86,7 @@ class Chat:
     notes: tuple[str, ...] = field(default=(), compare=False)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[UnusedColumn, ...] = field(default=(), compare=False)
+    images: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
