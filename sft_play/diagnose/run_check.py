@@ -62,12 +62,16 @@ def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer
 def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
     """Build the renderer that turns a run's conversations into token rows, cut at the plan's
     longest row."""
+    from sft_play.data.masks.image_processor import ImageProcessorSource
     from sft_play.data.masks.render import Renderer
 
     max_seq_len = config.model.max_seq_len
     positions = load_max_positions(config.model.name, revision=config.model.revision)
     renderer = Renderer(
-        tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)
+        tokenizer,
+        config.data,
+        max_seq_len=min(max_seq_len, positions or max_seq_len),
+        images=ImageProcessorSource.from_config(config),
     )
     return RowRenderer(renderer, task_mode=config.task_mode)
 

@@ -19,6 +19,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from sft_play.answers import Answer
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import DataSplit, DataSplits, build_splits
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.examples import apply_style
 from sft_play.data.sources.files import file_digest, find_data_paths, find_source, read_rows
@@ -204,6 +205,7 @@ def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
         max_seq_len=run.plan().max_seq_len,
         # a template that writes the date would put another one into every prompt
         today=first_start_date(run.folder),
+        images=ImageProcessorSource.from_config(run.config),
     )
 
 

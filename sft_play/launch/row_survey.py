@@ -138,11 +138,17 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
     """Estimate the lengths of the training rows, of which there are about so many, from some at
     equal distances. Raises DataError where one of them stops a run."""
     with importing():
+        from sft_play.data.masks.image_processor import ImageProcessorSource
         from sft_play.data.masks.render import Renderer
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
     limit = _row_limit(config)
-    renderer = Renderer(load_tokenizer(config).tokenizer, config.data, max_seq_len=limit)
+    renderer = Renderer(
+        load_tokenizer(config).tokenizer,
+        config.data,
+        max_seq_len=limit,
+        images=ImageProcessorSource.from_config(config),
+    )
     row_renderer = RowRenderer(renderer, task_mode=config.task_mode)
     sampled, longest_by_part = Counter[int](), dict[str, int]()
     for part, source in paths.named_paths():

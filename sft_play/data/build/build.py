@@ -8,6 +8,7 @@ counts of its rows, bad ones included, are kept beside it: `splits.py` decides a
 whether a run may continue with them, and `make check` says what they mean.
 """
 
+import base64
 import contextlib
 import functools
 import hashlib
@@ -24,7 +25,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +36,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, TruncationCost, token_digest
 from sft_play.data.build.survey import RowCounter, RowRenderer
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
@@ -56,6 +58,7 @@ from sft_play.data.sources.formats import (
     detect_format,
     digest_share,
 )
+from sft_play.data.sources.images import Picture
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 from sft_play.errors import DataError, translate_library_errors
 from sft_play.files import atomic, cache_dir, hold_lock
@@ -66,11 +69,21 @@ from sft_play.process.waiting import WaitProgress, report_wait
 # Token rows in Arrow files: written in batches without a Python object for each token, and cut into
 # blocks.
 #
-# Columns: `input_ids` and `labels` (lists of int32), `source` (0: chat, 1: text), and where it is
-# kept `chat` (JSON).
+# Columns: `input_ids` and `labels` (lists of int32), `source` (0: chat, 1: text), of rows with
+# images `images` and `image_tokens`, and where it is kept `chat` (JSON).
 
 _SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())]
+)
+# Further columns of chats: pictures, not decoded, and the tokens that they take. `BuiltRows` leaves
+# them out where no row has any.
+_PICTURE_TYPE = pa.struct(
+    [("path", pa.string()), ("data", pa.binary()), ("width", pa.int32()), ("height", pa.int32())]
+)
+_IMAGES_TYPE = pa.list_(_PICTURE_TYPE)
+IMAGE_COLUMNS = ("images", "image_tokens")
+_CHAT_SCHEMA = _SCHEMA.append(pa.field("images", _IMAGES_TYPE)).append(
+    pa.field("image_tokens", pa.int32())
 )
 # Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
@@ -83,7 +96,9 @@ class RowWriter:
     def __init__(self, path: Path, *, keeps_chats: bool) -> None:
         self.path = path
         self._keeps_chats = keeps_chats
-        self._schema = _SCHEMA.append(pa.field("chat", pa.string())) if keeps_chats else _SCHEMA
+        self._schema = _CHAT_SCHEMA
+        if keeps_chats:
+            self._schema = _CHAT_SCHEMA.append(pa.field("chat", pa.string()))
         self._pending: list[tuple[TokenRow, Example]] = []
         self._tokens = 0
 
@@ -112,6 +127,8 @@ class RowWriter:
             _to_list_array(*_concatenate([row.input_ids for row, _ in self._pending])),
             _to_list_array(*_concatenate([row.labels for row, _ in self._pending])),
             _to_arrow(np.array([row.source != CHAT for row, _ in self._pending], np.int8)),
+            pa.array([[*map(asdict, row.images)] for row, _ in self._pending], _IMAGES_TYPE),
+            pa.array([row.image_tokens for row, _ in self._pending], pa.int32()),
         ]
         if self._keeps_chats:
             columns.append(
@@ -125,15 +142,35 @@ def _chat_to_json(example: Example) -> str | None:
     if not isinstance(example, Chat):
         return None
     return json.dumps(
-        [example.where, example.messages, example.tools, example.template_kwargs],
+        [
+            example.where,
+            example.messages,
+            example.tools,
+            example.template_kwargs,
+            [_picture_to_json(picture) for picture in example.images],
+        ],
         ensure_ascii=False,
     )
 
 
 def chat_from_json(text: str) -> Chat:
     """Parse a conversation from the `chat` column."""
-    location, messages, tools, template_kwargs = json.loads(text)
-    return Chat(location, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
+    location, messages, tools, template_kwargs, pictures = json.loads(text)
+    return Chat(
+        location,
+        tuple(messages),
+        tuple(tools),
+        template_kwargs=template_kwargs,
+        images=tuple(
+            Picture(path, base64.b64decode(data), width, height)
+            for path, data, width, height in pictures
+        ),
+    )
+
+
+def _picture_to_json(picture: Picture) -> list[Any]:
+    data = base64.b64encode(picture.data).decode()
+    return [picture.path, data, picture.width, picture.height]
 
 
 def write_blocks(
@@ -232,6 +269,7 @@ class BuildRecipe:
     held_out_share: float = 0.0
     keeps_chats: bool = False
     task_mode: str = "sft"
+    images: ImageProcessorSource | None = None
 
 
 @dataclass(frozen=True)
@@ -249,7 +287,12 @@ class BuiltRows:
 
         parts = [Dataset.from_file(str(self.folder / file)) for file in self.files.get(name, ())]
         parts = [part for part in parts if len(part)]
-        return concatenate_datasets(parts) if parts else None
+        if not parts:
+            return None
+        rows = concatenate_datasets(parts)
+        has_images = any(side_stats.image_rows for side_stats in self.stats.values())
+        unused_columns = [name for name in IMAGE_COLUMNS if name in rows.column_names]
+        return rows if has_images else rows.remove_columns(unused_columns)
 
 
 def build_rows(
@@ -267,6 +310,7 @@ def build_rows(
             "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
             "options": recipe.data.model_dump(mode="json", exclude=set(_OPTIONS_NOT_IN_KEY)),
             "limit": recipe.max_seq_len,
+            "images": None if recipe.images is None else asdict(recipe.images),
             "date": str(recipe.today)
             if recipe.tokenizer.writes_date and not recipe.data.template_date
             else "",
@@ -327,7 +371,7 @@ _META_FILE = "meta.pickle"
 
 _PICKLED_CLASSES = {
     (kind.__module__, kind.__qualname__)
-    for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)
+    for kind in (RowStats, TruncationCost, BadRow, TokenRow, Picture, Counter)
 }
 
 
@@ -441,7 +485,11 @@ class _BuildWorker:
     def __init__(self, recipe: BuildRecipe) -> None:
         self._recipe = recipe
         renderer = Renderer(
-            recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today
+            recipe.tokenizer,
+            recipe.data,
+            max_seq_len=recipe.max_seq_len,
+            today=recipe.today,
+            images=recipe.images,
         )
         self._row_renderer = RowRenderer(renderer, task_mode=recipe.task_mode)
 
@@ -479,7 +527,7 @@ class _BuildWorker:
                     counter.count(stats[side], outcome.row_number, whole_row, row)
                 if not isinstance(row, BadRow):
                     writers[side].add(row, outcome.example)
-                    stats[side].digests.append(token_digest(row.input_ids))
+                    stats[side].digests.append(token_digest(row.input_ids, row.images))
         return {name: writer.path.name for name, writer in writers.items()}, stats
 
     # The examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off,

@@ -28,6 +28,7 @@ from sft_play.data.build.build import (
 from sft_play.data.build.packing import RowIndices
 from sft_play.data.build.stats import RowStats, count_shared_rows
 from sft_play.data.checks import judge_split
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
@@ -362,6 +363,7 @@ class _SplitBuilder:
             keeps_chats=split != "train"
             or held_out_share > 0,  # needed where answers are generated
             task_mode=self._config.task_mode,
+            images=ImageProcessorSource.from_config(self._config),
         )
         return build_rows(source, recipe, split=split, workers=self._config.data.workers)
 

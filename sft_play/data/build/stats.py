@@ -19,6 +19,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.columns import UnusedColumn
 from sft_play.data.sources.formats import Chat, Example
+from sft_play.data.sources.images import Picture
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 
 # What a limit costs
@@ -158,6 +159,10 @@ class RowStats:
     # Rows whose last turn the template does not end, by the end that was added.
     added_ends: Counter[str] = field(default_factory=Counter)
     rows_training_pad: int = 0
+    # Rows with images that are kept, their images, and the tokens that these take.
+    image_rows: int = 0
+    images: int = 0
+    image_tokens: int = 0
     # The first row that can be trained: `(row number, TokenRow)`, before any cut.
     first_row: Any = None
 
@@ -234,6 +239,9 @@ class RowStats:
         """Count a document, which is joined with others and cut into blocks."""
         self._count_special(row)
         self.kept_rows += 1
+        self.image_rows += bool(row.images)
+        self.images += len(row.images)
+        self.image_tokens += row.image_tokens
         self.tokens += len(row.input_ids)
 
     def count_kept(self, row: TokenRow, whole_row: TokenRow) -> None:
@@ -335,9 +343,13 @@ class RowStats:
         return f"{line}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
 
 
-def token_digest(ids: Sequence[int]) -> int:
-    """Hash a row's tokens to 64 bits: a million rows take 8 MB, and no two collide by chance."""
-    return int.from_bytes(hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest(), "big")
+def token_digest(ids: Sequence[int], images: Sequence[Picture] = ()) -> int:
+    """Hash a row's tokens and pictures to 64 bits: a million rows take 8 MB, and no two collide by
+    chance."""
+    content = hashlib.blake2b(array("i", ids).tobytes(), digest_size=8)
+    for picture in images:
+        content.update(picture.digest.encode())
+    return int.from_bytes(content.digest(), "big")
 
 
 def count_shared_rows(splits: Sequence[RowStats]) -> None:

@@ -18,6 +18,13 @@ from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.masks.image_processor import (
+    ImageProcessor,
+    ImageProcessorSource,
+    cached_image_processor,
+    expand_runs,
+    iter_placeholders,
+)
 from sft_play.data.masks.rendered_chats import RenderedChatParser
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import (
@@ -50,9 +57,10 @@ from sft_play.data.masks.tokenizer import (
 from sft_play.data.masks.turns import LocatedTurns, TurnLocator
 from sft_play.data.sources.columns import find_rendered_mark
 from sft_play.data.sources.formats import Chat, Example, Text
+from sft_play.data.sources.images import IMAGE_MARK
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, Message, merge_turns
 from sft_play.data.sources.raw import BadRow
-from sft_play.errors import TokenizerError
+from sft_play.errors import ModelError, TokenizerError
 from sft_play.log import one_line
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
@@ -65,12 +73,14 @@ MOVE_SYSTEM_REMEDY = "data.system_into_user=true puts the system prompt before t
 # different chat_template_kwargs of rows: the template is probed for each, which takes a second and
 # some memory
 MAX_ROW_KWARGS = 64
+CUTS_IMAGE = "max_seq_len would cut an image (data.image_pixels makes images smaller)"
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
 class Renderer:
     """Renders examples with one tokenizer and a run's data section. `today` is the day for
-    templates that write the date. Raises TokenizerError where a token's characters cannot be
+    templates that write the date; `images` says where the base's processor of images is, which is
+    loaded when a row has one. Raises TokenizerError where a token's characters cannot be
     known."""
 
     def __init__(
@@ -80,7 +90,9 @@ class Renderer:
         *,
         max_seq_len: int,
         today: date | None = None,
+        images: ImageProcessorSource | None = None,
     ) -> None:
+        self.images = images
         self.tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
         self.data = data or DataConfig()
         self.max_seq_len = max_seq_len
@@ -298,7 +310,7 @@ class Renderer:
             # the messages in the form that the template takes
             chat = self._adapt_chat(chat)
             locator = self._locator_for(chat)
-            messages, fit_notes = locator.template.fit(chat.messages, chat.tools)
+            messages, fit_notes = self._fit_messages(locator, chat)
             chat = replace(chat, messages=tuple(messages))
             special_texts = self.special_token_guard.find(*conversation_texts(messages))
             special_count = len(special_texts)
@@ -332,6 +344,9 @@ class Renderer:
                 if THINK_END.search(suffix)
             ]
             text, trained_spans = splice(located.text, insertions, spans)
+            run_lengths: tuple[int, ...] = ()
+            if chat.images:
+                text, trained_spans, run_lengths = self._expand_images(chat, text, trained_spans)
         except InexactMaskError as error:
             details = [error.detail]
             # the form of the row is at fault there, not one of its texts or an option
@@ -355,7 +370,68 @@ class Renderer:
             spans=trained_spans,
             notes=notes,
             added_end=located.added_end,
+            images=chat.images,
+            image_runs=run_lengths,
         )
+
+    @functools.cached_property
+    def image_processor(self) -> ImageProcessor:
+        """The base's processor of images. Raises ModelError: it has none."""
+        if self.images is None:
+            raise ModelError("rows with images are not taken here")
+        return cached_image_processor(self.images)
+
+    def _fit_messages(
+        self, locator: TurnLocator, chat: Chat
+    ) -> tuple[Sequence[Message], tuple[str, ...]]:
+        """The messages in the form that the template takes, pictures as parts or, where it takes no
+        parts, as the placeholder in the text. Raises InexactMaskError where it writes neither."""
+        if not chat.images:
+            return locator.template.fit(chat.messages, chat.tools)
+        try:
+            placeholder = self.image_processor.placeholder
+        except ModelError as error:
+            raise InexactMaskError("the row has images, and the base takes none", str(error)) from error
+        texts = "".join(conversation_texts(chat.messages))
+        if placeholder in texts:
+            raise InexactMaskError(
+                "a text of a row with images holds the placeholder of an image", placeholder
+            )
+        counts = []
+        for write in (_images_as_parts, _images_as_text):
+            messages = [write(message, placeholder) for message in chat.messages]
+            fitted, notes = locator.template.fit(messages, chat.tools)
+            count = locator.template.try_render(fitted, chat.tools).count(placeholder)
+            if count == len(chat.images):
+                return fitted, notes
+            counts.append(count)
+        raise InexactMaskError(
+            "the chat template does not write the row's images",
+            f"the row has {len(chat.images)}, and {placeholder} stands {counts[0]} times in its"
+            " text; take the template of the processor (chat_template.jinja of the base)",
+        )
+
+    def _expand_images(
+        self, chat: Chat, text: str, spans: tuple[Span, ...]
+    ) -> tuple[str, tuple[Span, ...], tuple[int, ...]]:
+        """The text with what the processor writes for each picture, the spans in it, and how often
+        each image token in it is repeated. Raises InexactMaskError where a picture would be
+        trained."""
+        processor = self.image_processor
+        replacements, run_lengths = [], []
+        offsets = iter_placeholders(text, processor.placeholder)
+        for picture, start in zip(chat.images, offsets, strict=True):
+            expansion = processor.expand(
+                picture.width, picture.height, is_alone=len(chat.images) == 1
+            )
+            end = start + len(processor.placeholder)
+            is_trained = any(begin < end and start < stop for begin, stop in spans)
+            if is_trained and self.data.loss_on != "all":
+                raise InexactMaskError("an image stands inside an answer", picture.name)
+            replacements.append((start, end, expansion.text))
+            run_lengths += expansion.run_lengths
+        expanded_text, expanded_spans = splice(text, replacements, spans)
+        return expanded_text, expanded_spans, tuple(run_lengths)
 
     def _locate_hidden(
         self, locator: TurnLocator, messages: Sequence[Message], tools: Sequence[Any]
@@ -604,6 +680,20 @@ class Renderer:
             # on_inexact_mask=train: the token that crosses the edge stays untrained
             masked = split_tokens or masked
         draft.input_ids, draft.labels = masked.ids, masked.labels
+        if draft.images:
+            expanded = expand_runs(
+                masked.ids,
+                masked.labels,
+                self.image_processor.token_ids,
+                draft.image_runs,
+                ignored=IGNORED,
+            )
+            if expanded is None:
+                return BadRow(
+                    draft.location, "a text of a row with images holds a token of an image"
+                )
+            draft.input_ids, draft.labels = expanded
+            draft.image_tokens = sum(draft.image_runs)
         # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands
         # in the text itself.
         if self._bos_id is not None and masked.ids[:2] == [self._bos_id, self._bos_id]:
@@ -630,6 +720,9 @@ class Renderer:
                 [*ids[:begin], *ids[begin + excess :]],
                 [*labels[:begin], *labels[begin + excess :]],
             )
+        if row.images and count_image_tokens(ids, self.image_processor) < row.image_tokens:
+            detail = f"{len(row.input_ids)} tokens, {row.image_tokens} of them of images"
+            return BadRow(row.location, CUTS_IMAGE, detail)
         remaining_tokens = count_trained_tokens(labels)
         if remaining_tokens == 0:
             first_trained = next(
@@ -714,6 +807,31 @@ def drop_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
             message["content"] = message["content"][: max(ends, default=0)]
             message.pop(AUTHOR_MESSAGE, None)  # its author's own message no longer says the same
     return copies
+
+
+def count_image_tokens(input_ids: Sequence[int], processor: ImageProcessor) -> int:
+    """Count the image tokens among a row's tokens, of shape [T]."""
+    return sum(token_id in processor.token_ids for token_id in input_ids)
+
+
+def _images_as_parts(message: Message, placeholder: str) -> Message:
+    """The message with its pictures as parts, as templates of image-text models take them."""
+    content = message.get("content")
+    if not isinstance(content, str) or IMAGE_MARK not in content:
+        return message
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(content.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] * (index > 0)
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": parts}
+
+
+def _images_as_text(message: Message, placeholder: str) -> Message:
+    """The message with the placeholder of the processor where its pictures stand."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": content.replace(IMAGE_MARK, placeholder)}
 
 
 def _merge_chat(chat: Chat) -> Chat:

@@ -59,6 +59,8 @@ class TokenRow:
     added_end: str = ""
     # Its pictures in the order of their tokens in `input_ids`.
     images: tuple[Picture, ...] = ()
+    # How often each image token of `text`, which has every run of them once, is repeated.
+    image_runs: tuple[int, ...] = ()
     # Tokens that the pictures take.
     image_tokens: int = 0
 

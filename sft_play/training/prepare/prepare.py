@@ -14,6 +14,7 @@ from typing import Any
 from sft_play.config.load import resolved_config_without_paths
 from sft_play.data.build.splits import DataSplits, build_splits
 from sft_play.data.checks import judge_special_tokens, judge_split
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
@@ -142,7 +143,11 @@ def prepare(job: RunJob) -> Prepared:
             splits,
             model_spec,
             Renderer(
-                tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today
+                tokenizer.tokenizer,
+                config.data,
+                max_seq_len=job.plan.max_seq_len,
+                today=job.today,
+                images=ImageProcessorSource.from_config(config),
             ),
             base_adapter,
         )
