@@ -123,7 +123,8 @@ class TestMessages:
         assert 'unknown role "function"' in str(example(row))
 
     @pytest.mark.parametrize(("message", "reason"), [
-        ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
+        ({"content": [{"type": "image", "url": "x"}]}, "an image in an assistant's turn"),
+        ({"content": [{"type": "video", "url": "x"}]}, "a content part is video, and only text and images are trained"),
         ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
         ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
         ({"tool_calls": [{"name": "f", "arguments": "{x}"}]}, "arguments are a string that is not JSON"),
@@ -148,7 +149,7 @@ class TestRows:
         ({"messages": [{"content": "a"}]}, "a message has no role"),
         ({"messages": [1]}, "a message is not an object"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list"),
-        ({**chat("q", "a"), "images": ["x.png"]}, "the row has images, and only text is trained"),
+        ({**chat("q", "a"), "videos": ["x.mp4"]}, "the row has videos, and only text and images are trained"),
         ({"prompt": "q", "completion": "a", "label": False}, "label is false"),
         ({"role": "user", "content": "q"}, "a row is one message, not a conversation"),
         ({"messages": "[{'role': 'user'}]"}, "messages is text that is not a JSON list"),

@@ -116,7 +116,7 @@ def test_a_special_token_in_a_key_that_the_template_reads_is_text(tokenizer):
 @pytest.mark.parametrize("name", ROWS)
 def test_a_processed_row_is_read_as_the_row_itself(name):
     chat = example_of(ROWS[name])
-    written = json.loads(json.dumps(processed_row(chat, content_digest(chat))))
+    written = json.loads(json.dumps(processed_row(chat, content_digest(chat), Path())))
     again = to_example(RawRow("f:1", written), recognise_format(written))
     assert again == chat
     assert content_digest(again) == content_digest(chat)

@@ -179,14 +179,18 @@ class SimilarityIndex:
 def compared_texts(example: Example) -> Iterator[str]:
     """Yield the texts by which a row is compared: first all of it but system prompts and tools,
     which many rows share; then each long turn of the user, since a benchmark's row may have another
-    answer, or none."""
+    answer, or none. Texts about different images have no words in common."""
     if isinstance(example, Text):
         yield example.text
         return
     turns = [turn for turn in example.messages if turn["role"] != "system"]
     questions = [str(turn.get("content")) for turn in turns if turn["role"] == "user"]
-    yield messages_text(turns)
-    yield from filter(_is_long, questions)
+    texts = [messages_text(turns), *filter(_is_long, questions)]
+    if example.images:
+        digests = "".join(picture.digest for picture in example.images)
+        tag = hashlib.sha256(digests.encode()).hexdigest()[:8]
+        texts = [WORD_PATTERN.sub(rf" {tag}\g<0>", text) for text in texts]
+    yield from texts
 
 
 def _is_long(text: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.answers import Answer
-from sft_play.config.schema import ProcessConfig, RunConfig, StyleConfig
+from sft_play.config.schema import DataConfig, ProcessConfig, RunConfig, StyleConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.checks import judge_columns
@@ -61,6 +61,7 @@ from sft_play.data.sources.formats import (
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
+from sft_play.data.sources.row_images import split_at_images
 from sft_play.data.sources.tables import list_split_names, split_from_name, split_from_set_name
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
@@ -559,7 +560,8 @@ class _Processor:
         row where it would be too large to be read again."""
         report, options = self._report, self._options
         digest = content_digest(example)
-        line = json.dumps(processed_row(example, digest), ensure_ascii=False)
+        folder = Path(options.out_dir)
+        line = json.dumps(processed_row(example, digest, folder), ensure_ascii=False)
         # a character takes at most 4 bytes: only long lines have to be encoded to know their size
         if (
             len(line) > MAX_ROW_BYTES // 4
@@ -624,17 +626,34 @@ class _Processor:
         return example
 
 
-def processed_row(example: Example, digest: bytes) -> dict[str, Any]:
-    """The canonical form of an example, as processed files hold it."""
+def processed_row(example: Example, digest: bytes, folder: Path) -> dict[str, Any]:
+    """The canonical form of an example, as processed files in this folder hold it."""
     if isinstance(example, Text):
         content: dict[str, Any] = {"text": example.text}
     else:
-        content = {"messages": [author_form(message) for message in example.messages]}
+        content = written_messages(example, folder)
         if example.tools:
             content["tools"] = list(example.tools)
         if example.template_kwargs:
             content[TEMPLATE_KWARGS] = example.template_kwargs
     return {**content, "source": example.where, "id": digest.hex()[:32]}
+
+
+def written_messages(chat: Chat, folder: Path) -> dict[str, Any]:
+    """The columns for a chat's messages and images, as files in this folder hold them: images by
+    their path, which is relative where they lie in the folder, or as data URIs."""
+    messages = [author_form(message) for message in chat.messages]
+    if not chat.images:
+        return {"messages": messages}
+    root = folder.expanduser().absolute()
+    images = []
+    for picture in chat.images:
+        path = Path(picture.path)
+        if not picture.path:
+            images.append(picture.data_uri)
+        else:
+            images.append(str(path.relative_to(root) if path.is_relative_to(root) else path))
+    return {"messages": [split_at_images(message) for message in messages], "images": images}
 
 
 def read_processed(path: Path) -> Iterator[RawRow]:
@@ -737,6 +756,10 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
         name for name in SPLIT_NAMES if name == "train" or (source / f"{name}.jsonl").is_file()
     ]
     report, unused_globs = StyleReport(str(target)), dict.fromkeys(options.per_source)
+    # what else data.* says was done when the rows were processed
+    image_options = DataConfig(
+        fetch_images=config.data.fetch_images, max_image_megapixels=config.data.max_image_megapixels
+    )
     with OutputFolder(target, OUTPUT_NAMES, force=force, command="style") as output:
         for name in names:
             path, file = source / f"{name}.jsonl", output.open(f"{name}.jsonl")
@@ -751,7 +774,7 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
                     unused_globs.pop(glob, None)
                     row_format = recognise_format(row.data)
                     assert row_format is not None  # it has messages, or text
-                    example = to_example(row, row_format)
+                    example = to_example(row, row_format, image_options)
                     if isinstance(example, BadRow):
                         raise DataError(f"{example}; make process writes it again")
                     styled, outcome = set_system_prompt(example, options, prompt)
@@ -760,7 +783,7 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
                     if isinstance(styled, Chat):
                         styled_row = {
                             **row.data,
-                            "messages": [author_form(message) for message in styled.messages],
+                            **written_messages(styled, target),
                             STYLED_KEY: True,
                         }
                     file.write(json.dumps(styled_row, ensure_ascii=False) + "\n")

@@ -99,7 +99,7 @@ def kinds_in_name(name: str) -> frozenset[str]:
         kind for kind, words in _KIND_WORDS.items() if not words.isdisjoint(words_in_name)
     )
     if "about" in kinds:
-        return kinds & {"about", "media"}
+        return kinds & {"about", *_MEDIA_KINDS}
     # a prompt that is the system's is no question
     return kinds - {"question"} if "system" in kinds else kinds
 
@@ -127,6 +127,7 @@ _MIN_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question
 # and in any case; of one that describes the row both
 _LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
 # a file, an address, or the thing itself
+_MEDIA_KINDS = ("media", "video")
 _MEDIA_VALUE = re.compile(r"\S+\.\w{2,5}|(?:data|https?):\S+")
 _BIT_LIST = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
@@ -162,8 +163,9 @@ def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: in
     # Texts: missed for their name with a few words, under any name where they are long.
     texts = list(iter_texts(value))
     counts = [len(WORD_PATTERN.findall(text[:_ENOUGH_CHARS])) for text in texts]
-    if "media" in kinds and not is_text and any(map(_MEDIA_VALUE.fullmatch, texts)):
-        return "media"
+    media_kinds = [kind for kind in _MEDIA_KINDS if kind in kinds]
+    if media_kinds and not is_text and any(map(_MEDIA_VALUE.fullmatch, texts)):
+        return media_kinds[0]
     named_kind = next(
         (kind for kind, minimum in _MIN_WORDS.items() if kind in kinds and sum(counts) >= minimum),
         "",

@@ -31,6 +31,7 @@ from sft_play.data.sources.formats import (
     require_known_columns,
     to_example,
 )
+from sft_play.data.sources.images import IMAGE_MARK
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, TEXT_KEYS, Message, author_form
 from sft_play.data.sources.raw import BadRow, RawRow, is_gzipped, no_usable_rows_error, read_blocks
 from sft_play.data.sources.tables import parquet_group_rows
@@ -141,7 +142,9 @@ def set_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tupl
             "set",
         )
     # content in parts is its author's own form, which a prompt of ours would not fit into
-    has_parts = not isinstance(author_form(first).get("content"), str)
+    has_parts = not isinstance(author_form(first).get("content"), str) or (
+        bool(example.images) and IMAGE_MARK in first["content"]
+    )
     if style.how == "keep" or has_parts:
         return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * has_parts)), "left"
     content, outcome = prompt, "replaced"
@@ -157,7 +160,8 @@ def character_count(example: Example) -> int:
     """Characters of an example, without think text and tool calls."""
     if isinstance(example, Text):
         return len(example.text)
-    return sum(len(message.get("content") or "") for message in example.messages)
+    characters = sum(len(message.get("content") or "") for message in example.messages)
+    return characters - len(example.images)
 
 
 def example_text(example: Example) -> str:
@@ -173,7 +177,9 @@ def messages_text(messages: Iterable[Message]) -> str:
     """All that messages say, calls of tools among it."""
     parts: list[str] = []
     for message in messages:
-        parts += [str(message[key]) for key in TEXT_KEYS if message.get(key)]
+        parts += [
+            str(message[key]).replace(IMAGE_MARK, "") for key in TEXT_KEYS if message.get(key)
+        ]
         parts += map(_to_json, filter(None, [message.get("tool_calls")]))
     return "\n".join(parts)
 

@@ -475,6 +475,13 @@ def is_saved_dataset(path: Path) -> bool:
 
 def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
     """The rows of a part in their order; raises DataError where the file cannot be read."""
+    folders = {"saved": part.path, "hub": ""}
+    folder = str(folders.get(part.kind, part.path.parent))
+    for row in _read_part_rows(part):
+        yield replace(row, folder=folder) if isinstance(row, RawRow) else row
+
+
+def _read_part_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
     kind = part.kind if part.kind != "auto" else file_kind(part.path, wants_text=part.wants_text)
     name, path = one_line(part.name, limit=4_000), part.path
     if kind == "lines":

@@ -46,6 +46,12 @@ from sft_play.data.sources.messages import (
     value_kind,
 )
 from sft_play.data.sources.raw import BadRow, RawRow
+from sft_play.data.sources.row_images import (
+    IMAGE_COLUMNS,
+    UNTRAINED_MEDIA_COLUMNS,
+    place_images,
+    refuse_untrained_media,
+)
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
@@ -107,12 +113,14 @@ _CANONICAL_JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separator
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
     # without the authors' own notation (roles by another name, content in parts), which changes
-    # nothing of the content
+    # nothing of the content; images by what their files hold
     content: Any = getattr(example, "text", "")
     if isinstance(example, Chat):
         content = [drop_author_messages(example.messages), example.tools]
         if example.template_kwargs:
             content.append(example.template_kwargs)
+        if example.images:
+            content.append([picture.digest for picture in example.images])
     return hashlib.sha256(_CANONICAL_JSON.encode(content).encode("utf-8", "replace")).digest()
 
 
@@ -183,18 +191,10 @@ SYSTEM_KEYS = (
 TOOL_KEYS = ("tools", "functions")
 # variables for the chat template, of a row: where TRL looks for them
 TEMPLATE_KWARGS = "chat_template_kwargs"
-_MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 
 
 def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
-    for key in _MEDIA_KEYS:
-        # a flag or a count of that name (`image: false`) is no picture
-        if row.data.get(key) not in (None, "", [], {}) and not isinstance(
-            row.data[key], (bool, int, float)
-        ):
-            raise UnusableRowError(
-                f"the row has {key}, and only text is trained", quote_value(row.data[key])
-            )
+    refuse_untrained_media(row.data)
     system_column = _first_filled_column(SYSTEM_KEYS, row.data)
     if system_column is not None:
         system_prompt = content_text(row.data[system_column], system_column)
@@ -339,7 +339,7 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
     return replace(chat, tools=tuple(tools))
 
 
-_OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS})
+_OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS, *IMAGE_COLUMNS})
 TURN_COLUMNS = (
     "messages",
     "conversations",
@@ -448,7 +448,7 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
 # again
 STYLED_KEY = "styled"
 _PROCESSED_COLUMNS = frozenset(
-    {"messages", "tools", TEMPLATE_KWARGS, "text", "source", "id", STYLED_KEY}
+    {"messages", "images", "tools", TEMPLATE_KWARGS, "text", "source", "id", STYLED_KEY}
 )
 
 
@@ -521,6 +521,9 @@ def to_example(
             turns = {key: alternate_roles(row.data[key]) for key in row_format.required_columns}
             built_row = replace(row, data=row.data | turns)
         example = row_format.build(built_row)
+        if isinstance(example, Chat):
+            messages, pictures = place_images(example.messages, row, data)
+            example = replace(example, messages=messages, images=pictures)
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
             # the think text that data.columns names goes into the last answer
             text = _read_text_column(row, "reasoning", required=False)
@@ -568,7 +571,8 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
             *row_format.required_columns,
             *row_format.optional_columns,
             *refused,
-            *_MEDIA_KEYS,
+            *IMAGE_COLUMNS,
+            *UNTRAINED_MEDIA_COLUMNS,
             "id",
             "source",
             STYLED_KEY,
@@ -601,6 +605,8 @@ def _unused_columns(
         mappable = row_format.optional_columns.union(_MAPPABLE_COLUMNS.get(row_format.kind, ()))
         # a second system prompt, or other think text, would make the row a bad one
         mappable = mappable.difference(message["role"] for message in messages)
+        if example.images:
+            mappable -= {"images"}
         if any("reasoning_content" in message for message in messages):
             mappable -= {"reasoning"}
     lines = "\n".join(contents).split("\n")
@@ -620,7 +626,9 @@ def _unused_columns(
         column = COLUMN_KINDS.get(kind, {}).get("column", "")
         mapping: tuple[tuple[str, str], ...] = ()
         if column in mappable and (
-            isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
+            isinstance(value, str)
+            or column in ("tools", "images")
+            or (column == "context" and value == texts)
         ):
             mapping = (*mapping_start, (column, user_name))
         unused.append((user_name, kind, mapping))

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from sft_play.data.sources.images import IMAGE_MARK
 from sft_play.data.sources.json_rows import ROLE_KEYS, parse_strict_json
 from sft_play.log import one_line
 from sft_play.spelling import nearest_name
@@ -229,9 +230,14 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
         if calls:
             message["tool_calls"] = calls
         is_absent = content is None and bool(calls)  # templates may treat an empty text differently
+        images: list[tuple[Any, Any]] = []
         message["content"] = (
-            None if is_absent else content_text(content, f"{location}.{content_key}", role=role)
+            None
+            if is_absent
+            else content_text(content, f"{location}.{content_key}", role=role, images=images)
         )
+        if images:
+            message[PART_IMAGES] = images
     if role == "assistant":
         reasoning = _read_reasoning(item, content)
         if reasoning:
@@ -272,6 +278,9 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
 # Key of a message that holds its author's own message, as `apply_chat_template` would be given it,
 # where the two differ: another name of the role, content in parts, further keys.
 AUTHOR_MESSAGE = "_given"
+# Key of a message, until its images are found, for the value and the index of each part that is
+# one; both may be None.
+PART_IMAGES = "_images"
 _TRAINED_KEYS = (
     "train",
     "training",
@@ -397,17 +406,20 @@ def known_role_lines(reasons: Iterable[str], roles: Mapping[str, int]) -> list[s
 # Content
 
 
-def content_text(value: Any, location: str, *, role: str = "") -> str:
-    """The text of a message's content: a text or parts of one; raises UnusableRow for anything
-    else."""
+def content_text(
+    value: Any, location: str, *, role: str = "", images: list[tuple[Any, Any]] | None = None
+) -> str:
+    """The text of a message's content: a text or parts of one. A part that is an image becomes an
+    IMAGE_MARK and is added to `images` (its value and index), where that is given. Raises
+    UnusableRow for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return _join_parts(value, location)
+        return _join_parts(value, location, images)
     if isinstance(value, dict) and isinstance(value.get("type"), str) and role != "tool":
-        return _join_parts([value], location)
+        return _join_parts([value], location, images)
     if isinstance(value, dict) and isinstance(value.get("parts"), list):
-        return _join_parts(value["parts"], location)
+        return _join_parts(value["parts"], location, images)
     # a tool's result may be an object: templates write text, and its JSON is what an API would send
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
@@ -421,17 +433,34 @@ def content_text(value: Any, location: str, *, role: str = "") -> str:
 _TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text"})
 _REASONING_PART_TYPES = frozenset({"reasoning", "thinking"})
 _CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
+_IMAGE_PART_TYPES = ("image", "image_url", "input_image")
+# Where a part has its image: the first is the part's own type in most of them.
+_IMAGE_PART_KEYS = ("image", "image_url", "path", "url")
+_UNTRAINED_PART_TYPES = ("video", "video_url", "audio", "audio_url", "input_audio", "sound")
 
 
-def _join_parts(parts: list[Any], location: str) -> str:
+def _join_parts(parts: list[Any], location: str, images: list[tuple[Any, Any]] | None) -> str:
     texts = []
     for part in parts:
         part_type = part.get("type") if isinstance(part, dict) else None
+        if part_type in _UNTRAINED_PART_TYPES:
+            raise UnusableRowError(
+                f"a content part is {part_type}, and only text and images are trained",
+                f"{location} has a part {quote_value(part)}",
+            )
+        # Qwen's older rows have parts without a type: {"image": …}, {"text": …}
+        is_image = part_type in _IMAGE_PART_TYPES or (
+            isinstance(part, dict) and part_type is None and part.get("image") is not None
+        )
+        if is_image and images is not None:
+            images.append((_first_value(part, *_IMAGE_PART_KEYS), part.get("index")))
+            texts.append(IMAGE_MARK)
+            continue
         text = _first_value(part, "text", "value") if isinstance(part, dict) else part
         if isinstance(part_type, str) and part_type in _REASONING_PART_TYPES | _CALL_PART_TYPES:
             continue  # read by _read_reasoning and _read_calls
-        is_text = part_type is None or (
-            isinstance(part_type, str) and part_type in _TEXT_PART_TYPES
+        is_text = not is_image and (
+            part_type is None or (isinstance(part_type, str) and part_type in _TEXT_PART_TYPES)
         )
         if not isinstance(text, str) or not is_text:
             raise UnusableRowError(

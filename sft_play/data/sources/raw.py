@@ -15,7 +15,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,12 +49,14 @@ BOM = b"\xef\xbb\xbf"
 @dataclass(frozen=True, slots=True)
 class RawRow:
     """One object of a data file with the place it came from; `notes`: what was done to read it;
-    `missing`: columns whose cell in a CSV is a word for no value."""
+    `missing`: columns whose cell in a CSV is a word for no value; `folder`: where its relative
+    paths start, "" for a row of no folder."""
 
     where: str
     data: dict[str, Any]
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    folder: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.sources.image_files import image_format
 from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import (
     BLOCK_BYTES,
@@ -25,6 +26,7 @@ from sft_play.data.sources.raw import (
     read_text_blocks,
     too_large_row,
 )
+from sft_play.data.sources.row_images import IMAGE_COLUMNS
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.models.config_json import is_hub_reachable
@@ -322,7 +324,7 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
         return value
     is_call = is_call or key in _CALL_KEYS
     if isinstance(value, (list, tuple)):
-        return [_to_json_value(item, None, dropped_nulls, is_call=is_call) for item in value]
+        return [_to_json_value(item, key, dropped_nulls, is_call=is_call) for item in value]
     if isinstance(value, dict):
         is_call = is_call or (
             isinstance(value.get("type"), str) and value["type"] in _CALL_PART_TYPES
@@ -338,7 +340,15 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value).decode("utf-8")
+        value = bytes(value)
+        if key == "bytes" or key in IMAGE_COLUMNS:  # the first as `datasets` has them
+            return value
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            if image_format(value):
+                return value
+            raise
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
@@ -358,7 +368,7 @@ def read_saved_dataset(path: str, name: str, split: str) -> Iterator[RawRow | Ba
         loaded, name = loaded[split_name], f"{name}:{split_name}"
     if "Json" in str(loaded.features):  # datasets decodes this feature; its Arrow column holds text
         with _convert_read_errors(path, "a saved dataset"):
-            yield from _read_dicts(loaded, name)
+            yield from _read_dicts(_without_decoding(loaded), name)
         return
     rows = _batch_rows(loaded.data.nbytes, loaded.data.num_rows)
     # as Arrow, since datasets would decode every row by its features (images, audio)
@@ -425,7 +435,7 @@ def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
     if isinstance(loaded, dict):
         loaded = loaded[choose_split([*map(str, loaded)], split, hub_name)]
     with _convert_read_errors(hub_name, HUB_PREFIX):
-        yield from _read_dicts(loaded, f"{hub_name}:{split}")
+        yield from _read_dicts(_without_decoding(loaded), f"{hub_name}:{split}")
 
 
 def _load_hub(hub_name: str) -> Any:
@@ -440,6 +450,16 @@ def _load_hub(hub_name: str) -> Any:
         report_wait(f"Asking the hub for the data set {repo_id}"),
     ):
         return datasets.load_dataset(repo_id, config, streaming=not datasets.config.HF_HUB_OFFLINE)
+
+
+# Images as their files, not as pixels; a data set of unknown columns has none that are decoded.
+def _without_decoding(loaded: Any) -> Any:
+    import datasets
+
+    if not loaded.features or "Image(" not in str(loaded.features):
+        return loaded
+    is_streamed = isinstance(loaded, datasets.IterableDataset)
+    return (loaded if is_streamed else loaded.to_iterable_dataset()).decode(False)
 
 
 def _read_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
