@@ -243,6 +243,11 @@ class DataSplits:
         splits = {"train": self.train, "val": self.val, "test": self.test}
         return {name: split for name, split in splits.items() if split is not None}
 
+    @property
+    def has_images(self) -> bool:
+        """Whether rows of any split have images."""
+        return any("images" in split.rows.column_names for split in self.named.values())
+
 
 def build_splits(
     config: RunConfig,
@@ -605,9 +610,9 @@ def _split_from_cache(built_rows: BuiltRows, name: str, source: str) -> DataSpli
 def _add_source_column(split: DataSplit, source_index: int) -> DataSplit:
     from datasets import Value
 
-    rows = split.rows.select_columns(["input_ids", "labels"])
-    rows = rows.add_column(
-        "source", np.full(len(rows), source_index, np.int8), feature=Value("int8")
+    columns = [name for name in split.rows.column_names if name != "source"]
+    rows = split.rows.select_columns(columns).add_column(
+        "source", np.full(len(split.rows), source_index, np.int8), feature=Value("int8")
     )
     return replace(split, rows=rows)
 

@@ -68,12 +68,13 @@ class ImageProcessor:
 
     def __init__(self, processor: Any, name: str) -> None:
         self.processor, self.name = processor, name
-        self.placeholder = getattr(processor, "image_token", None)
-        if not isinstance(self.placeholder, str) or not _overrides_expansion(processor):
+        placeholder = getattr(processor, "image_token", None)
+        if not isinstance(placeholder, str) or not _overrides_expansion(processor):
             raise ModelError(
                 f"{one_line(name)}: {type(processor).__name__} does not say which token stands for"
                 " an image; rows with images cannot be trained on this base"
             )
+        self.placeholder: str = placeholder
         tokenizer = processor.tokenizer
         self.token_ids = frozenset(one for one in processor.image_token_ids if one is not None)
         tokens = sorted(tokenizer.convert_ids_to_tokens(sorted(self.token_ids)), key=len)
@@ -161,7 +162,7 @@ class ImageProcessor:
 
         def collapse(match: re.Match[str]) -> str:
             run = match.group()
-            token = next(
+            token: str = next(
                 token
                 for token, size in self._token_sizes.items()
                 if run == token * (len(run) // size)
@@ -353,7 +354,7 @@ def _read_json(source: ImageProcessorSource, file: str) -> Mapping[str, Any]:
 def _build_processor(
     processor_class: Any, image_processor: Any, tokenizer: Any, fields: Mapping[str, Any]
 ) -> Any:
-    class WithoutVideos(processor_class):  # type: ignore[misc]
+    class WithoutVideos(processor_class):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument is None:
                 return None

@@ -46,6 +46,7 @@ from sft_play.data.masks.token_row import (
     count_trained_tokens,
 )
 from sft_play.data.masks.tokenizer import (
+    Replacement,
     SpecialTokenGuard,
     TokenizerParts,
     conversation_texts,
@@ -391,7 +392,9 @@ class Renderer:
         try:
             placeholder = self.image_processor.placeholder
         except ModelError as error:
-            raise InexactMaskError("the row has images, and the base takes none", str(error)) from error
+            raise InexactMaskError(
+                "the row has images, and the base takes none", str(error)
+            ) from error
         texts = "".join(conversation_texts(chat.messages))
         if placeholder in texts:
             raise InexactMaskError(
@@ -418,7 +421,8 @@ class Renderer:
         each image token in it is repeated. Raises InexactMaskError where a picture would be
         trained."""
         processor = self.image_processor
-        replacements, run_lengths = [], []
+        replacements: list[Replacement] = []
+        run_lengths: list[int] = []
         offsets = iter_placeholders(text, processor.placeholder)
         for picture, start in zip(chat.images, offsets, strict=True):
             expansion = processor.expand(

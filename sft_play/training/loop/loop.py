@@ -20,6 +20,7 @@ from transformers.trainer_utils import seed_worker
 
 from sft_play.data.build.packing import Packs
 from sft_play.data.build.splits import SourceMix
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.batching import MicroBatches
 from sft_play.planner.plan import Plan
@@ -60,6 +61,7 @@ from sft_play.training.measure.monitor import (
 from sft_play.training.model import attention_functions
 from sft_play.training.model.grouped_adapters import GroupedAdapters
 from sft_play.training.model.streamed_base import BlockStream
+from sft_play.training.model.vision import Vision
 
 # --- evaluation -----------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
@@ -326,6 +328,8 @@ class PlannedLoop(EvaluatedLoop):
     kernels = ActiveKernels()
     # LoRA layers that train in groups; None: by PEFT's own forward.
     grouped_adapters: GroupedAdapters | None = None
+    # The whole class around the model, which answers rows with images; None for rows of text.
+    vision: Vision | None = None
     # Whether passes run the code whose operators the plan counts, plain: what they take the host
     # is then known of it.
     runs_planned_code = True
@@ -342,6 +346,7 @@ class PlannedLoop(EvaluatedLoop):
         adds_sources: bool = False,
         adds_masks: bool = True,
         mix: SourceMix | None = None,
+        images: ImageProcessorSource | None = None,
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
@@ -398,6 +403,7 @@ class PlannedLoop(EvaluatedLoop):
             min_tokens=min_tokens,
             context_parallel_rank=context_parallel_rank,
             context_parallel_size=context_parallel,
+            images=images,
         )
 
     # --- rows -------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ from datasets import Dataset, concatenate_datasets
 
 from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.build.splits import SourceMix
+from sft_play.data.masks.image_processor import ImageProcessorSource, cached_image_processor
 from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.sources.images import Picture
+from sft_play.errors import DataError
 from sft_play.planner.batching import MicroBatches
 
 # The order of an epoch depends only on seed and epoch, and an optimizer step takes its next
@@ -64,9 +67,12 @@ def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
     if not missing:
         return dataset
     first_row = dataset[0]
-    tokens = (list(first_row["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
+    # the last ones, which are of no picture
+    tokens = (list(first_row["input_ids"]) * FILLER_TOKENS)[-FILLER_TOKENS:]
     columns = {name: [value] * missing for name, value in first_row.items()}
     columns |= {"input_ids": [tokens] * missing, "labels": [[IGNORED] * FILLER_TOKENS] * missing}
+    if PICTURES in columns:
+        columns[PICTURES] = [[]] * missing
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
 
 
@@ -99,6 +105,7 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         self._has_chats = packs is not None or joined
         self._arrow_dataset = dataset.with_format("arrow")
         self._has_sources = "source" in dataset.column_names
+        self._has_pictures = PICTURES in dataset.column_names
         self._packs = packs
         self._count = len(dataset) if packs is None else len(packs)
 
@@ -126,17 +133,24 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
             sources = table["source"].to_numpy().astype(np.int64)
         input_ids = pc.list_flatten(table["input_ids"]).to_numpy().astype(np.int64)
         columns = {"input_ids": input_ids, "labels": labels, "sources": np.repeat(sources, lengths)}
-        rows, end = [], 0
+        rows: list[dict[str, Any]] = []
+        end = 0
         for index, part in zip(indices, parts, strict=True):
             start, end = end, end + len(part)
             row = {name: values[starts[start] : starts[end]] for name, values in columns.items()}
             chat_lengths = np.diff(starts[start : end + 1])
             if index == FILLER_INDEX:
-                row = {name: np.resize(values, FILLER_TOKENS) for name, values in row.items()}
+                # the last tokens, which are of no picture
+                row = {
+                    name: np.resize(values[-FILLER_TOKENS:], FILLER_TOKENS)
+                    for name, values in row.items()
+                }
                 row["labels"] = np.full(FILLER_TOKENS, IGNORED)
                 chat_lengths = np.array([FILLER_TOKENS])
             if self._has_chats:
                 row[CHAT_LENGTHS] = chat_lengths
+            if self._has_pictures:
+                row[PICTURES] = [] if index == FILLER_INDEX else table[PICTURES][len(rows)].as_py()
             rows.append(row)
         return rows
 
@@ -277,6 +291,14 @@ COUNT_KEYS = ("token_count", "sample_count")
 CHAT_LENGTHS = "chat_lengths"
 # Key of a batch that the model is not given: the source of each token [B, T].
 SOURCE = "source"
+# Column and key of rows: their pictures, not decoded. TRL's trainer takes rows with another name of
+# theirs for rows that it would process itself.
+PICTURES = "pictures"
+
+
+def rename_pictures(rows: Dataset) -> Dataset:
+    """Rename the column of token rows that holds their pictures to PICTURES, if they have one."""
+    return rows.rename_column("images", PICTURES) if "images" in rows.column_names else rows
 
 
 @dataclass(frozen=True)
@@ -298,6 +320,8 @@ class Collator:
     # This rank's index in its context-parallel group; rows are divided along their tokens.
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
+    # What makes pixels of rows' pictures; None for rows of text.
+    images: ImageProcessorSource | None = None
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the
@@ -324,6 +348,8 @@ class Collator:
                 {"attention_mask": np.ones(len(row["input_ids"]), dtype=np.int64)} for row in rows
             ]
             batch |= self._tensors({"attention_mask": 0}, mask_rows, flat=False)
+        if self.images is not None:
+            batch |= self._image_tensors(rows, self.images)
         if self.adds_sources:
             source_rows = []
             # by token, or one for the whole row; 0 (chat) where the data set has none
@@ -334,6 +360,45 @@ class Collator:
                 source_rows.append({SOURCE: sources})
             batch |= self._tensors({SOURCE: 0}, source_rows, flat=flat, min_tokens=min_tokens)
         return batch if self.context_parallel_size == 1 else self._context_parallel_slice(batch)
+
+    def _image_tensors(
+        self, rows: Sequence[dict[str, Any]], source: ImageProcessorSource
+    ) -> dict[str, Any]:
+        # the pixels of all pictures, as the processor gives them to the model, and which tokens are
+        # theirs; raises DataError where a row has not exactly the tokens of its pictures, or trains
+        # one
+        processor = cached_image_processor(source)
+        pictures_by_row = [
+            [one if isinstance(one, Picture) else Picture(**one) for one in row.get(PICTURES) or ()]
+            for row in rows
+        ]
+        token_ids = np.array(sorted(processor.token_ids))
+        tensors: dict[str, Any] = {}
+        token_counts = [0] * len(rows)
+        if any(pictures_by_row):
+            tensors, expansions = processor.process(
+                [[one.decode() for one in pictures] for pictures in pictures_by_row if pictures]
+            )
+            remaining = iter(expansions)
+            token_counts = [
+                sum(expansion.tokens for expansion in itertools.islice(remaining, len(pictures)))
+                for pictures in pictures_by_row
+            ]
+        for row, pictures, count in zip(rows, pictures_by_row, token_counts, strict=True):
+            is_image = np.isin(np.asarray(row["input_ids"]), token_ids)
+            is_trained = np.asarray(row["labels"])[is_image] != IGNORED
+            if int(is_image.sum()) != count or is_trained.any():
+                raise DataError(
+                    f"a row has {int(is_image.sum())} image tokens, {int(is_trained.sum())} of them"
+                    f" trained, and its pictures take {count}"
+                    f" ({', '.join(one.name for one in pictures[:3]) or 'it has none'}): the"
+                    " processor of the base has changed since the rows were tokenised"
+                )
+        types = [processor.token_types([row["input_ids"]]) for row in rows]
+        for name in types[0]:
+            columns = [{name: np.array(row_types[name][0])} for row_types in types]
+            tensors |= self._tensors({name: 0}, columns, flat=False)
+        return tensors
 
     def _context_parallel_slice(self, batch: dict[str, Any]) -> dict[str, Any]:
         # this rank's tokens [B, T / parts] of a batch of rows; a part's last token predicts the

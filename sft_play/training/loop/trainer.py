@@ -46,7 +46,13 @@ from sft_play.training.loop.optimizers import (
     muon_matrices,
     stochastic_rounding_class,
 )
-from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths
+from sft_play.training.loop.rows import (
+    COUNT_KEYS,
+    DEFAULT_SOURCES,
+    SOURCE,
+    rename_pictures,
+    row_lengths,
+)
 from sft_play.training.measure.board import TensorBoardWriter, build_hparams
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
 from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, source_sums
@@ -62,8 +68,14 @@ from sft_play.training.model.model_loading import (
     shard_model,
 )
 from sft_play.training.model.streamed_base import measure_bus_rate, slow_bus_warning, stream_base
+from sft_play.training.model.vision import Vision, load_vision, train_vision_parts
 from sft_play.training.prepare.lora_config import freeze_unmatched
-from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers, resized_spec
+from sft_play.training.prepare.model_spec import (
+    ModelSpec,
+    decoder_layers,
+    model_location,
+    resized_spec,
+)
 from sft_play.training.prepare.prepare import Prepared
 
 logger = logging.getLogger(__name__)
@@ -248,7 +260,7 @@ def build_trainer(
     arguments = arguments or training_arguments(
         config, plan, folder, has_eval=eval_split is not None
     )
-    rows = train_split.rows
+    rows = rename_pictures(train_split.rows)
     packs, sizes = None, tuple(sources.sizes) if sources else (len(rows),)
     if is_packing_enabled(config):
         packs, sizes = _pack_by_source(rows, sizes, config, plan)
@@ -274,7 +286,7 @@ def build_trainer(
         sorts_by_length=config.train.group_by_length,
         adds_sources=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
-        eval_dataset=eval_split.rows if eval_split is not None else None,
+        eval_dataset=rename_pictures(eval_split.rows) if eval_split is not None else None,
         checkpoint_limit=config.train.save_total_limit,
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
@@ -374,7 +386,9 @@ def load_trainer(
             config,
             layer_class=model_spec.layer_class,
             deepspeed=job.deepspeed,
-            has_late_gradients=any(model_spec.late_gradients.values()),
+            # a rank's rows may have no picture, and a trained tower no gradient
+            has_late_gradients=any(model_spec.late_gradients.values())
+            or config.tuning.train_vision,
         ),
     )
     if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
@@ -384,6 +398,9 @@ def load_trainer(
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _load_model(job, model_spec, begins_from, arguments.device)
     set_backbone_prefix(model)
+    vision = None
+    if prepared.image_source is not None:
+        vision = _load_vision(job, model, begins_from, arguments.device)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT;
     # compiled blocks have no use for them
     active_kernels = ActiveKernels()
@@ -412,7 +429,7 @@ def load_trainer(
         stop_ids=stop_ids,
         saves_shards=saves_shards,
     )
-    trainer.kernels = active_kernels
+    trainer.kernels, trainer.vision = active_kernels, vision
     if prepared.trains_adapter:
         _fill_adapter(trainer, job, model_spec, source, begins_from)
     freeze_unmatched(trainer.model, config.tuning.trainable)
@@ -536,6 +553,7 @@ def build_run_trainer(
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
         adds_masks=prepared.model_spec.uses_masks,
+        images=prepared.image_source,
         heartbeat=monitors.heartbeat,
         monitor=Monitor(
             plan,
@@ -545,6 +563,25 @@ def build_run_trainer(
         ),
         **options,
     )
+
+
+# The tower and projector are the base's, or those of the whole model that a stage before has saved.
+def _load_vision(job: RunJob, model: Any, begins_from: Path | None, device: torch.device) -> Vision:
+    config = job.loaded.config
+    location = model_location(config)
+    if begins_from is not None and config.tuning.mode == "full":
+        location = str(begins_from)
+    vision = load_vision(
+        model,
+        name=config.model.name,
+        location=location,
+        revision=config.model.revision if location == model_location(config) else None,
+        dtype=model_loading.TORCH_DTYPES[job.plan.precision.load],
+        device=device,
+    )
+    if config.tuning.train_vision:
+        train_vision_parts(model, vision)
+    return vision
 
 
 def _load_model(

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import resolved_config_without_paths
+from sft_play.data.build.packing import is_packing_enabled
 from sft_play.data.build.splits import DataSplits, build_splits
 from sft_play.data.checks import judge_special_tokens, judge_split
 from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
-from sft_play.errors import BackendError, ConfigError, stage_context
+from sft_play.errors import BackendError, ConfigError, DataError, stage_context
 from sft_play.log import one_line
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.config_json import base_weights_identity, require_available_model
@@ -29,6 +30,7 @@ from sft_play.training import distributed
 from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.model.model_loading import BaseAdapter, read_base_adapter
+from sft_play.training.model.vision import require_image_class
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
@@ -53,6 +55,11 @@ class Prepared:
     renderer: Renderer
     # The adapter that training continues; None where it starts a new one.
     base_adapter: BaseAdapter | None = None
+
+    @property
+    def image_source(self) -> ImageProcessorSource | None:
+        """Where the base's processor of images is, if rows have images."""
+        return self.renderer.images if self.splits.has_images else None
 
     @property
     def trains_adapter(self) -> bool:
@@ -131,6 +138,10 @@ def prepare(job: RunJob) -> Prepared:
         if base_adapter is not None:
             model_spec = replace(model_spec, notes=(*model_spec.notes, base_adapter.note))
         splits = _build_splits(job, tokenizer, model_spec)
+        if splits.has_images:
+            require_image_class(model_spec.text_tower, config.model.name)
+            _require_image_plan(job, model_spec)
+            model_spec = replace(model_spec, uses_masks=True)
         for note in (*tokenizer.notes, *splits.notes, *model_spec.notes):
             logger.debug("%s", note)
         if peft_warning := peft_loading_warning(
@@ -154,6 +165,20 @@ def prepare(job: RunJob) -> Prepared:
         if job.folder.stage_name is None:
             log_rows(job, prepared)
         return prepared
+
+
+# Rows with images come padded with a mask, in the layouts that a plan for them has; a plan that was
+# made without a look at the rows may have another.
+def _require_image_plan(job: RunJob, model_spec: ModelSpec) -> None:
+    layout, attention = job.plan.choice.layout, model_spec.attention.name
+    is_padded = not is_packing_enabled(job.loaded.config) and attention in ("sdpa", "eager")
+    is_whole_row = layout.context_parallel == layout.tensor_parallel == 1
+    if is_padded and is_whole_row and not layout.is_streamed:
+        return
+    raise DataError(
+        f"rows have images, and the plan ({layout.name}, attention {attention}) is one for rows of"
+        " text: it was made without them; plan again where the data is, without data.packing"
+    )
 
 
 # Where the class needs more memory than was planned, or computes attention in another way.

@@ -1,0 +1,192 @@
+"""The vision part of an image-text class beside its language model, for rows with images.
+
+What trains is the language model, loaded, divided and saved as for rows of text; the whole class
+is built around it (`attach_vision`), so that the class's own code makes embeddings, positions and
+masks of pictures and tokens. Its tower and projector are read from the base, stay frozen, whole and
+unquantised on every rank, and belong to the trained model only where they train too.
+"""
+
+import copy
+import functools
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+from sft_play.errors import ModelError
+from sft_play.log import one_line
+from sft_play.process.waiting import report_wait
+from sft_play.training.model.language_model import TextTower, find_text_tower
+from sft_play.training.model.model_loading import NO_ADAPTER_KWARGS, silence_load_report
+
+# What a batch has beside text where a row of it may have pictures.
+TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
+# The module of a language model under which the tower and the projector stand where they train.
+VISION_NAME = "sft_vision"
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The whole class around a language model. `full_model` has the language model's own modules
+    where its class has them, and answers rows with images; `decoder_name` is where, such as
+    `model.language_model`."""
+
+    full_model: Any
+    decoder_name: str
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The weights of the tower and the projector by their names in the whole class."""
+        return {
+            name: weight
+            for name, weight in self.full_model.named_parameters(remove_duplicate=False)
+            if is_vision_name(name, self.decoder_name)
+        }
+
+
+def is_vision_name(name: str, decoder_name: str) -> bool:
+    """Whether a weight of the whole class is of its tower or projector, by its name."""
+    return not name.startswith((f"{decoder_name}.", "lm_head."))
+
+
+def require_image_class(text_tower: TextTower | None, name: str) -> Any:
+    """The whole class on the meta device. Raises ModelError: the base is a model of text, or its
+    class keeps the language model in a way that is not known here."""
+    if text_tower is None:
+        raise ModelError(
+            f"the rows have images, and {one_line(name)} is a model of text; take an image-text"
+            " base, or rows without images"
+        )
+    full_model = text_tower.build_full_model()
+    is_known = text_tower.prefixes[0][0] != "" and hasattr(
+        getattr(full_model, "model", None), "get_image_features"
+    )
+    if not is_known:
+        raise ModelError(
+            f"the rows have images, and {type(text_tower.full_config).__name__} of"
+            f" {one_line(name)} is no image-text class that trains on them here; its rows of text"
+            " do"
+        )
+    return full_model
+
+
+def load_vision(
+    language_model: Any,
+    *,
+    name: str,
+    location: str,
+    revision: str | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Vision:
+    """Read the tower and the projector of a base, frozen, and build its whole class around its
+    language model. Raises ModelError: it takes no images, or weights of them are missing."""
+    text_tower = find_text_tower(language_model)
+    require_image_class(text_tower, name)
+    assert text_tower is not None
+    decoder_name = text_tower.prefixes[0][1].removesuffix(".")
+    try:
+        with silence_load_report(), report_wait(f"Loading the vision tower of {one_line(name)}"):
+            full_model, info = AutoModelForImageTextToText.from_pretrained(
+                location,
+                config=_without_text_layers(text_tower.full_config),
+                revision=revision,
+                dtype=dtype,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # of what is left of the language model
+                output_loading_info=True,
+                **NO_ADAPTER_KWARGS,
+            )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ModelError(
+            f"the vision tower of {one_line(name)} cannot be loaded:"
+            f" {one_line(str(error), limit=300)}"
+        ) from error
+    wrong_names = [
+        one if isinstance(one, str) else str(one[0])
+        for key in ("missing_keys", "mismatched_keys")
+        for one in info.get(key, ())
+    ]
+    wrong_names = [one for one in wrong_names if is_vision_name(one, decoder_name)]
+    if wrong_names:
+        raise ModelError(
+            f"the weights of {one_line(name)} lack parts of its vision tower:"
+            f" {one_line(', '.join(wrong_names[:4]), limit=300)} ({len(wrong_names)} in all)"
+        )
+    return attach_vision(full_model, language_model, device=device)
+
+
+# The config of the whole class with a language model of no layers and few tokens, which is built
+# and thrown away.
+def _without_text_layers(full_config: Any) -> Any:
+    small_config = copy.deepcopy(full_config)
+    text_config = small_config.get_text_config()
+    for key, value in {
+        "num_hidden_layers": 0,
+        "vocab_size": 8,
+        "vocab_size_per_layer_input": 8,
+        "layer_types": [],
+        "num_kv_shared_layers": 0,
+        "pad_token_id": None,
+    }.items():
+        if hasattr(text_config, key):
+            setattr(text_config, key, value)
+    return small_config
+
+
+def attach_vision(full_model: Any, language_model: Any, *, device: torch.device | str) -> Vision:
+    """Put the language model's modules in the place of the whole class's own, and let its decoder
+    give batches with pictures to the whole class."""
+    text_tower = find_text_tower(language_model)
+    assert text_tower is not None
+    text_prefix, full_prefix = text_tower.prefixes[0]
+    decoder = language_model.get_submodule(text_prefix.removesuffix("."))
+    parent_name, _, child_name = full_prefix.removesuffix(".").rpartition(".")
+    parent = full_model.get_submodule(parent_name)
+    delattr(parent, child_name)
+    full_model.requires_grad_(requires_grad=False).to(device).eval()
+    setattr(parent, child_name, decoder)
+    full_model.lm_head = language_model.get_output_embeddings()
+    full_config = copy.copy(text_tower.full_config)
+    full_config.text_config = language_model.config
+    for module in (full_model, full_model.model):
+        module.config = full_config
+    _route_pictures(decoder, full_model.model)
+    return Vision(full_model, full_prefix.removesuffix("."))
+
+
+# The language model calls its decoder with everything that a batch has. Where that may have
+# pictures, the whole class answers, which calls the decoder again with embeddings.
+def _route_pictures(decoder: Any, full_decoder: Any) -> None:
+    text_forward = decoder.forward
+
+    @functools.wraps(type(decoder).forward)
+    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        has_pictures = any(name.startswith("pixel_") for name in inputs)
+        if has_pictures or any(name in inputs for name in TOKEN_TYPE_KEYS):
+            given = {name: value for name, value in inputs.items() if value is not None}
+            return full_decoder(*args, **given)
+        return text_forward(*args, **inputs)
+
+    decoder.forward = MethodType(forward, decoder)
+
+
+def train_vision_parts(language_model: Any, vision: Vision) -> None:
+    """Let the tower and the projector train as parts of the language model, saved under the names
+    that they have in the whole class."""
+    text_tower = find_text_tower(language_model)
+    assert text_tower is not None
+    parts = nn.Module()
+    for name, module in vision.full_model.model.named_children():
+        if f"model.{name}" != vision.decoder_name and any(True for _ in module.parameters()):
+            parts.register_module(name, module)
+    for name, weight in vision.full_model.model.named_parameters(recurse=False):
+        parts.register_parameter(name, weight)
+    parts.requires_grad_(requires_grad=True)
+    language_model.register_module(VISION_NAME, parts)
+    names = (*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False)))
+    prefixes = tuple((f"{VISION_NAME}.{name}", f"model.{name}") for name in names)
+    language_model.sft_tower = replace(text_tower, prefixes=(*text_tower.prefixes, *prefixes))
