@@ -78,7 +78,7 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
     ("persona", "A tired pirate.", "system"), ("response", "The kitchen's lamp is on.", "answer"),
     ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
     ("image_path", "lamps/3.png", "media"), ("photos", ["a.jpg"], "media"),
-    ("audio_file", {"path": "a.wav", "bytes": None}, "media"), ("pictureUrl", "https://example.org/3", "media"),
+    ("audio_file", {"path": "a.wav", "bytes": None}, "video"), ("pictureUrl", "https://example.org/3", "media"),
     ("page", f"{PASSAGE} {PASSAGE}", "long"),
 ])  # fmt: skip
 def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, kind):

@@ -47,7 +47,7 @@ from sft_play.data.sources.messages import (
 )
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.sources.row_images import (
-    IMAGE_COLUMNS,
+    ROW_IMAGE_COLUMNS,
     UNTRAINED_MEDIA_COLUMNS,
     place_images,
     refuse_untrained_media,
@@ -339,7 +339,7 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
     return replace(chat, tools=tuple(tools))
 
 
-_OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS, *IMAGE_COLUMNS})
+_OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS, *ROW_IMAGE_COLUMNS})
 TURN_COLUMNS = (
     "messages",
     "conversations",
@@ -571,7 +571,7 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
             *row_format.required_columns,
             *row_format.optional_columns,
             *refused,
-            *IMAGE_COLUMNS,
+            *ROW_IMAGE_COLUMNS,
             *UNTRAINED_MEDIA_COLUMNS,
             "id",
             "source",

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import io
 import os
-import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from sft_play.text import format_size
 
 # What stands between the path of a zip, without its `.zip`, and the name of a member.
 ARCHIVE_MARK = ".zip!"
-FETCH_TIMEOUT_S, FETCH_DEADLINE_S = 20, 120
+FETCH_TIMEOUT_S = 30
 MAX_FETCHED_BYTES = 64 << 20
 # An object holds its image under the first of these keys that is filled: `bytes` and `path` are of
 # `datasets`, `url` is OpenAI's.
@@ -58,7 +57,8 @@ def locate_image(value: Any, folder: str, *, can_fetch: bool) -> tuple[str, byte
     if not isinstance(value, str) or not value.strip():
         raise ImageError(
             "an image is neither a path nor its bytes",
-            f"it is {_describe_value(value)}; write a path, or an object with bytes, path or url",
+            f"it is {one_line(repr(value), limit=60)}; write a path, or an object with bytes, path"
+            " or url",
         )
     if value.startswith(_BASE64_STARTS) and len(value) >= _MIN_BASE64_CHARS:
         return "", _decode_base64(value)
@@ -76,10 +76,6 @@ def locate_image(value: Any, folder: str, *, can_fetch: bool) -> tuple[str, byte
             f"{one_line(value, limit=120)}; download it and write its path",
         )
     return _find_file(value, folder), b""
-
-
-def _describe_value(value: Any) -> str:
-    return "nothing" if value in (None, "", {}) else one_line(repr(value), limit=60)
 
 
 def _decode_data_uri(value: str) -> bytes:
@@ -113,14 +109,10 @@ def _find_file(value: str, folder: str) -> str:
         if path.exists():
             return str(path)
         matches = [] if Path(value).is_absolute() else _find_in_archives(value, folder)
-    except zipfile.BadZipFile as error:
-        raise ImageError(
-            "a zip with images cannot be read", f"{one_line(value, limit=200)}: {error}"
-        ) from None
-    # a name that is too long, a NUL in it, links that lead in a circle
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, ImageError):
-            raise
+    except ImageError:
+        raise
+    # a name that is too long, a NUL in it, links that lead in a circle, a damaged zip
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or error
         raise ImageError(
             "an image is missing", f"{one_line(value, limit=200)} cannot be looked for: {reason}"
@@ -219,32 +211,22 @@ def _fetch_once(url: str, *, can_fetch: bool) -> Path:
         )
     # takes a tenth of a second, which other rows need not wait
     import http.client
+    import urllib.request
 
     path = fetched_images_dir() / hashlib.sha256(url.encode()).hexdigest()
     if path.is_file():
         return path
+    request = urllib.request.Request(url, headers={"User-Agent": "sft_play"})
     try:
-        content = _download(url)
+        with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as response:
+            content = response.read(MAX_FETCHED_BYTES + 1)
+        if len(content) > MAX_FETCHED_BYTES:
+            raise ValueError(f"it is larger than {format_size(MAX_FETCHED_BYTES)}")
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ImageError("an image could not be fetched", f"{address}: {error}") from None
     with atomic.replace_path(path) as temporary:
         temporary.write_bytes(content)
     return path
-
-
-def _download(url: str) -> bytes:
-    import urllib.request
-
-    request = urllib.request.Request(url, headers={"User-Agent": "sft_play"})
-    content, deadline = bytearray(), time.monotonic() + FETCH_DEADLINE_S
-    with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as response:
-        while block := response.read1(1 << 16):
-            content += block
-            if len(content) > MAX_FETCHED_BYTES:
-                raise ValueError(f"it is larger than {format_size(MAX_FETCHED_BYTES)}")
-            if time.monotonic() > deadline:
-                raise ValueError(f"it took more than {FETCH_DEADLINE_S} seconds")
-    return bytes(content)
 
 
 # What a file is that is no image

@@ -149,8 +149,7 @@ def find_picture(value: Any, folder: str, data: DataConfig) -> Picture:
 
 
 def _check_header(picture: Picture, max_megapixels: float) -> Picture:
-    """The picture with its size. Raises ImageError where it is no image of still pixels, or too
-    large."""
+    """The picture with its size. Raises ImageError where it is no still image, or too large."""
     import PIL.Image
 
     with picture.open_encoded() as stream, _without_pixel_limit():
@@ -166,7 +165,9 @@ def _check_header(picture: Picture, max_megapixels: float) -> Picture:
             raise ImageError(
                 "a file is not an image", f"{picture.name} is {describe_other_file(beginning)}"
             ) from None
-        _refuse_kind(image, picture.name, max_megapixels)
+        reason, problem = _kind_problem(image, max_megapixels)
+        if reason:
+            raise ImageError(reason, f"{picture.name} {problem}")
         tail = _read_tail(stream)
         is_whole = _END_MARKS.get(image.format or "", b"") in tail
         if image.format == "PNG" and b"eXIf" in tail:  # behind the pixels, which are read to it
@@ -184,30 +185,31 @@ def _check_header(picture: Picture, max_megapixels: float) -> Picture:
     return picture
 
 
-def _refuse_kind(image: "PIL.Image.Image", name: str, max_megapixels: float) -> None:
+def _kind_problem(image: "PIL.Image.Image", max_megapixels: float) -> tuple[str, str]:
+    """Why pixels of this kind are not taken, and what to do; two empty texts where they are."""
     width, height = image.size
-    size = f"{name} has {width:,} x {height:,} pixels"
     if not width or not height:
-        raise ImageError("an image has no pixels", f"{size}; replace it")
+        return "an image has no pixels", f"is {width:,} x {height:,} pixels; replace it"
     if width * height > max_megapixels * 1e6:
-        raise ImageError(
+        return (
             "an image is larger than data.max_image_megapixels",
-            f"{size}, {width * height / 1e6:,.1f} million, and the limit is {max_megapixels:g};"
-            " make it smaller, or raise data.max_image_megapixels",
+            f"is {width:,} x {height:,} pixels, {width * height / 1e6:,.1f} million, and the limit"
+            f" is {max_megapixels:g}; make it smaller, or raise data.max_image_megapixels",
         )
     frames = getattr(image, "n_frames", 1)
     # cameras keep a preview behind the photo (MPO)
     if frames > 1 and image.format != "MPO":
-        raise ImageError(
+        return (
             "an image is animated, or has several pages",
-            f"{name} ({image.format}) has {frames:,} frames; save the one that is meant as PNG",
+            f"has {frames:,} frames ({image.format}); save the one that is meant as PNG",
         )
     is_sixteen_bit = image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS
     if image.mode not in _MODES and not is_sixteen_bit:
-        raise ImageError(
+        return (
             "an image has pixels that are not read",
-            f"{name} ({image.format}) has pixels of mode {image.mode}; save it as 8-bit RGB",
+            f"has pixels of mode {image.mode} ({image.format}); save it as 8-bit RGB",
         )
+    return "", ""
 
 
 def _read_tail(stream: IO[bytes]) -> bytes:

@@ -25,7 +25,7 @@ from sft_play.data.sources.messages import (
 from sft_play.data.sources.raw import RawRow
 from sft_play.text import plural
 
-IMAGE_COLUMNS = ("images", "image")
+ROW_IMAGE_COLUMNS = ("images", "image")
 UNTRAINED_MEDIA_COLUMNS = ("videos", "video", "audios", "audio")
 PLACEHOLDER = "<image>"
 _DISAGREEMENT = "images and their places in the text do not agree"
@@ -86,7 +86,7 @@ def _has_mark(message: Message) -> bool:
 
 
 def _column_values(data: Mapping[str, Any]) -> list[Any]:
-    columns = [key for key in IMAGE_COLUMNS if holds_media(data.get(key))]
+    columns = [key for key in ROW_IMAGE_COLUMNS if holds_media(data.get(key))]
     if len(columns) > 1:
         raise UnusableRowError("the row has both images and image", "leave one of them out")
     if not columns:

@@ -26,7 +26,7 @@ from sft_play.data.sources.raw import (
     read_text_blocks,
     too_large_row,
 )
-from sft_play.data.sources.row_images import IMAGE_COLUMNS
+from sft_play.data.sources.row_images import ROW_IMAGE_COLUMNS
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.models.config_json import is_hub_reachable
@@ -341,7 +341,7 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray, memoryview)):
         value = bytes(value)
-        if key == "bytes" or key in IMAGE_COLUMNS:  # the first as `datasets` has them
+        if key == "bytes" or key in ROW_IMAGE_COLUMNS:  # the first as `datasets` has them
             return value
         try:
             return value.decode("utf-8")
