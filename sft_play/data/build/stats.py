@@ -239,9 +239,6 @@ class RowStats:
         """Count a document, which is joined with others and cut into blocks."""
         self._count_special(row)
         self.kept_rows += 1
-        self.image_rows += bool(row.images)
-        self.images += len(row.images)
-        self.image_tokens += row.image_tokens
         self.tokens += len(row.input_ids)
 
     def count_kept(self, row: TokenRow, whole_row: TokenRow) -> None:
@@ -254,6 +251,9 @@ class RowStats:
             is_end_cut and IGNORED not in whole_row.labels[size - 1 : size + 1]
         )
         self.kept_rows += 1
+        self.image_rows += bool(row.images)
+        self.images += len(row.images)
+        self.image_tokens += row.image_tokens
         self.tokens += len(row.input_ids)
         self.trained_tokens += row.trained_tokens
         self.cut_rows += row.cut_tokens > 0

@@ -9,6 +9,7 @@ thousands of image tokens is never tokenised.
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.sources.images import Picture
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder
@@ -231,6 +233,23 @@ def _overrides_expansion(processor: Any) -> bool:
     from transformers import ProcessorMixin
 
     return type(processor).replace_image_token is not ProcessorMixin.replace_image_token
+
+
+def image_inputs(
+    processor: ImageProcessor, pictures_by_row: Sequence[Sequence[Picture]]
+) -> tuple[dict[str, Any], list[int]]:
+    """The tensors of the pictures of a batch, decoded, and the image tokens that each row must
+    have; no tensors where there is no picture."""
+    if not any(pictures_by_row):
+        return {}, [0] * len(pictures_by_row)
+    tensors, expansions = processor.process(
+        [[picture.decode() for picture in row] for row in pictures_by_row if row]
+    )
+    remaining = iter(expansions)
+    return tensors, [
+        sum(expansion.tokens for expansion in itertools.islice(remaining, len(row)))
+        for row in pictures_by_row
+    ]
 
 
 def expand_runs(

@@ -61,6 +61,7 @@ from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.images import IMAGE_MARK
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, Message, merge_turns
 from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.row_images import split_at_images
 from sft_play.errors import ModelError, TokenizerError
 from sft_play.log import one_line
 
@@ -401,8 +402,10 @@ class Renderer:
                 "a text of a row with images holds the placeholder of an image", placeholder
             )
         counts = []
-        for write in (_images_as_parts, _images_as_text):
-            messages = [write(message, placeholder) for message in chat.messages]
+        for messages in (
+            [split_at_images(message) for message in chat.messages],
+            [_write_placeholders(message, placeholder) for message in chat.messages],
+        ):
             fitted, notes = locator.template.fit(messages, chat.tools)
             count = locator.template.try_render(fitted, chat.tools).count(placeholder)
             if count == len(chat.images):
@@ -761,18 +764,27 @@ class Renderer:
             return None
         try:
             locator = self._locator_for(chat)
-            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools)[0][
-                :-1
-            ]
+            prompt_messages = self._fit_messages(locator, self._adapt_chat(chat))[0][:-1]
             is_hiding = self.hides_special_tokens(prompt_messages)
             if is_hiding:
                 prompt_messages = self.special_token_guard.hide(prompt_messages)
             text = locator.template.render(prompt_messages, chat.tools, with_prompt=True)
+            run_lengths: tuple[int, ...] = ()
+            if chat.images:
+                text, _, run_lengths = self._expand_images(chat, text, ())
         except (RenderError, InexactMaskError):
             return None
-        if is_hiding:
-            return list(self.special_token_guard.encode(text, [])[0].ids)
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        ids = (
+            self.special_token_guard.encode(text, [])[0].ids
+            if is_hiding
+            else self.backend.encode(text, add_special_tokens=False).ids
+        )
+        if not chat.images:
+            return list(ids)
+        expanded = expand_runs(
+            ids, ids, self.image_processor.token_ids, run_lengths, ignored=IGNORED
+        )
+        return None if expanded is None else expanded[0]
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
         """Token ids of the last turn's prompt, and of the answer that training teaches after it,
@@ -818,19 +830,7 @@ def count_image_tokens(input_ids: Sequence[int], processor: ImageProcessor) -> i
     return sum(token_id in processor.token_ids for token_id in input_ids)
 
 
-def _images_as_parts(message: Message, placeholder: str) -> Message:
-    """The message with its pictures as parts, as templates of image-text models take them."""
-    content = message.get("content")
-    if not isinstance(content, str) or IMAGE_MARK not in content:
-        return message
-    parts: list[dict[str, str]] = []
-    for index, text in enumerate(content.split(IMAGE_MARK)):
-        parts += [{"type": "image"}] * (index > 0)
-        parts += [{"type": "text", "text": text}] * bool(text)
-    return {**message, "content": parts}
-
-
-def _images_as_text(message: Message, placeholder: str) -> Message:
+def _write_placeholders(message: Message, placeholder: str) -> Message:
     """The message with the placeholder of the processor where its pictures stand."""
     content = message.get("content")
     if not isinstance(content, str):

@@ -340,6 +340,7 @@ class PlannedLoop(EvaluatedLoop):
         self,
         *,
         plan: Plan,
+        token_rows: Any,
         patience: int | None = None,
         packs: Packs | None = None,
         sorts_by_length: bool = True,
@@ -362,7 +363,7 @@ class PlannedLoop(EvaluatedLoop):
         self._slot_batches: list[Any] = []
         super().__init__(plan=plan, **options)
         rows, attention = (
-            options["train_dataset"],
+            token_rows,
             str(self.model.config.get_text_config()._attn_implementation),
         )
         micro_batches, effective_batch = plan.micro_batches, plan.batch.effective_batch

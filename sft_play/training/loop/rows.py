@@ -13,9 +13,14 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset, concatenate_datasets
 
+from sft_play.data.build.build import IMAGE_COLUMNS
 from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.build.splits import SourceMix
-from sft_play.data.masks.image_processor import ImageProcessorSource, cached_image_processor
+from sft_play.data.masks.image_processor import (
+    ImageProcessorSource,
+    cached_image_processor,
+    image_inputs,
+)
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.images import Picture
 from sft_play.errors import DataError
@@ -291,14 +296,15 @@ COUNT_KEYS = ("token_count", "sample_count")
 CHAT_LENGTHS = "chat_lengths"
 # Key of a batch that the model is not given: the source of each token [B, T].
 SOURCE = "source"
-# Column and key of rows: their pictures, not decoded. TRL's trainer takes rows with another name of
-# theirs for rows that it would process itself.
-PICTURES = "pictures"
+# Column and key of rows: their pictures, not decoded.
+PICTURES = "images"
 
 
-def rename_pictures(rows: Dataset) -> Dataset:
-    """Rename the column of token rows that holds their pictures to PICTURES, if they have one."""
-    return rows.rename_column("images", PICTURES) if "images" in rows.column_names else rows
+def without_pictures(rows: Dataset) -> Dataset:
+    """The token rows without their pictures, for TRL's trainer, which takes rows with images for
+    rows that it would process itself."""
+    names = [name for name in IMAGE_COLUMNS if name in rows.column_names]
+    return rows.remove_columns(names)
 
 
 @dataclass(frozen=True)
@@ -373,17 +379,7 @@ class Collator:
             for row in rows
         ]
         token_ids = np.array(sorted(processor.token_ids))
-        tensors: dict[str, Any] = {}
-        token_counts = [0] * len(rows)
-        if any(pictures_by_row):
-            tensors, expansions = processor.process(
-                [[one.decode() for one in pictures] for pictures in pictures_by_row if pictures]
-            )
-            remaining = iter(expansions)
-            token_counts = [
-                sum(expansion.tokens for expansion in itertools.islice(remaining, len(pictures)))
-                for pictures in pictures_by_row
-            ]
+        tensors, token_counts = image_inputs(processor, pictures_by_row)
         for row, pictures, count in zip(rows, pictures_by_row, token_counts, strict=True):
             is_image = np.isin(np.asarray(row["input_ids"]), token_ids)
             is_trained = np.asarray(row["labels"])[is_image] != IGNORED

@@ -22,6 +22,7 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.machine.host_speed import save_bus_rate
 from sft_play.planner.kernels import CountedKernels, groups_adapters
 from sft_play.planner.memory.model_states import loads_by_unit
@@ -50,8 +51,8 @@ from sft_play.training.loop.rows import (
     COUNT_KEYS,
     DEFAULT_SOURCES,
     SOURCE,
-    rename_pictures,
     row_lengths,
+    without_pictures,
 )
 from sft_play.training.measure.board import TensorBoardWriter, build_hparams
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
@@ -260,7 +261,7 @@ def build_trainer(
     arguments = arguments or training_arguments(
         config, plan, folder, has_eval=eval_split is not None
     )
-    rows = rename_pictures(train_split.rows)
+    rows = train_split.rows
     packs, sizes = None, tuple(sources.sizes) if sources else (len(rows),)
     if is_packing_enabled(config):
         packs, sizes = _pack_by_source(rows, sizes, config, plan)
@@ -280,13 +281,14 @@ def build_trainer(
         args=arguments,
         processing_class=tokenizer,
         **({"peft_config": peft_config} if peft_config is not None else {}),
-        train_dataset=rows,
+        train_dataset=without_pictures(rows),
+        token_rows=rows,
         packs=packs,
         plan=plan,
         sorts_by_length=config.train.group_by_length,
         adds_sources=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
-        eval_dataset=rename_pictures(eval_split.rows) if eval_split is not None else None,
+        eval_dataset=eval_split.rows if eval_split is not None else None,
         checkpoint_limit=config.train.save_total_limit,
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
@@ -576,6 +578,7 @@ def _load_vision(job: RunJob, model: Any, begins_from: Path | None, device: torc
         name=config.model.name,
         location=location,
         revision=config.model.revision if location == model_location(config) else None,
+        images=ImageProcessorSource.from_config(config),
         dtype=model_loading.TORCH_DTYPES[job.plan.precision.load],
         device=device,
     )

@@ -12,16 +12,19 @@ import torch
 from sft_play.data.build.splits import DataSplit
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.images import IMAGE_MARK, Picture
+from sft_play.training.model.vision import prepare_generation
 
 
 @dataclass(frozen=True)
 class Question:
     """A prompt as token ids, its text as shown, and the reference: the answer that training teaches
-    behind it."""
+    behind it; `images` are the pictures of its image tokens."""
 
     prompt_ids: list[int]
     prompt_text: str
     reference: str
+    images: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def build_questions(
         if not answer.strip() or answer.strip() != full_text.strip():
             return None
         prompt_text = "".join(str(message["content"] or "") for message in chat.messages[-2:-1])
-        return Question(prompt_ids, prompt_text, answer)
+        prompt_text = prompt_text.replace(IMAGE_MARK, "[image] ")
+        return Question(prompt_ids, prompt_text, answer, chat.images)
 
     return [build_question(chat) for chat in chats]
 
@@ -144,7 +148,7 @@ def generate_answers(
                 _generate,
                 model,
                 tokenizer,
-                [questions[index].prompt_ids for index in batch],
+                [questions[index] for index in batch],
                 stop_ids,
                 max_new_tokens,
             )
@@ -183,10 +187,11 @@ def batch_by_tokens(
 def _generate(
     model: Any,
     tokenizer: Any,
-    prompts: list[list[int]],
+    questions: list[Question],
     stop_ids: Sequence[int],
     max_new_tokens: int,
 ) -> list[tuple[int, ...]]:
+    prompts = [question.prompt_ids for question in questions]
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -199,9 +204,13 @@ def _generate(
     mask_BT = torch.tensor(
         [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     )
-    generated_BT = model.generate(
+    generator, inputs = prepare_generation(
+        model, ids_BT, [question.images for question in questions]
+    )
+    generated_BT = generator.generate(
         input_ids=ids_BT,
         attention_mask=mask_BT.to(model.device),
+        **inputs,
         do_sample=False,
         temperature=None,
         top_p=None,

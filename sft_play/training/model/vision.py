@@ -8,6 +8,7 @@ unquantised on every rank, and belong to the trained model only where they train
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -16,6 +17,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from sft_play.data.masks.image_processor import (
+    ImageProcessorSource,
+    cached_image_processor,
+    image_inputs,
+)
+from sft_play.data.sources.images import Picture
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
@@ -32,10 +39,11 @@ VISION_NAME = "sft_vision"
 class Vision:
     """The whole class around a language model. `full_model` has the language model's own modules
     where its class has them, and answers rows with images; `decoder_name` is where, such as
-    `model.language_model`."""
+    `model.language_model`; `images` says where its processor is."""
 
     full_model: Any
     decoder_name: str
+    images: ImageProcessorSource
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -79,6 +87,7 @@ def load_vision(
     name: str,
     location: str,
     revision: str | None,
+    images: ImageProcessorSource,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Vision:
@@ -116,7 +125,7 @@ def load_vision(
             f"the weights of {one_line(name)} lack parts of its vision tower:"
             f" {one_line(', '.join(wrong_names[:4]), limit=300)} ({len(wrong_names)} in all)"
         )
-    return attach_vision(full_model, language_model, device=device)
+    return attach_vision(full_model, language_model, images=images, device=device)
 
 
 # The config of the whole class with a language model of no layers and few tokens, which is built
@@ -137,7 +146,13 @@ def _without_text_layers(full_config: Any) -> Any:
     return small_config
 
 
-def attach_vision(full_model: Any, language_model: Any, *, device: torch.device | str) -> Vision:
+def attach_vision(
+    full_model: Any,
+    language_model: Any,
+    *,
+    images: ImageProcessorSource,
+    device: torch.device | str,
+) -> Vision:
     """Put the language model's modules in the place of the whole class's own, and let its decoder
     give batches with pictures to the whole class."""
     text_tower = find_text_tower(language_model)
@@ -155,7 +170,33 @@ def attach_vision(full_model: Any, language_model: Any, *, device: torch.device 
     for module in (full_model, full_model.model):
         module.config = full_config
     _route_pictures(decoder, full_model.model)
-    return Vision(full_model, full_prefix.removesuffix("."))
+    vision = Vision(full_model, full_prefix.removesuffix("."), images)
+    language_model.sft_whole_class = vision
+    return vision
+
+
+def find_vision(model: Any) -> Vision | None:
+    """The whole class around this model, with adapters or without; None where it has none."""
+    return getattr(model, "sft_whole_class", None)
+
+
+def prepare_generation(
+    model: Any, ids_BT: torch.Tensor, pictures_by_row: Sequence[Sequence[Picture]]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What generates answers to prompts (the model, or the whole class around it), and what it is
+    given of their pictures beside the tokens; `ids_BT` is padded on the left. Raises ModelError:
+    the model takes no images."""
+    vision = find_vision(model)
+    if vision is None:
+        if any(pictures_by_row):
+            raise ModelError("a prompt has images, and this run's model was trained on text alone")
+        return model, {}
+    processor = cached_image_processor(vision.images)
+    tensors, _ = image_inputs(processor, pictures_by_row)
+    types = processor.token_types(ids_BT.tolist())
+    inputs = tensors | {name: torch.tensor(rows) for name, rows in types.items()}
+    vision.full_model.generation_config = model.generation_config
+    return vision.full_model, {name: value.to(ids_BT.device) for name, value in inputs.items()}
 
 
 # The language model calls its decoder with everything that a batch has. Where that may have
