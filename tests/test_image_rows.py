@@ -260,7 +260,8 @@ def test_a_file_that_is_no_image_says_what_it_is_and_what_to_do(folder, content,
 def test_an_image_is_as_large_as_the_key_allows_and_what_follows_it_does_not_matter(folder):
     (folder / "x.png").write_bytes(encoded(PIL.Image.new("1", (20_000, 10_000))))
     assert one(folder, {"messages": turns("?"), "image": "x.png"}, max_image_megapixels=200.0).images[0].width == 20_000
-    for content in (JPEG, NOISE):
+    photo = encoded(PIL.Image.new("RGB", (64, 64)), "MPO", save_all=True, append_images=FRAMES[:1])
+    for content in (JPEG, NOISE, photo):
         assert find_picture(content + b"\0" * 9000, "", DataConfig()).width == 64
 
 

@@ -456,7 +456,7 @@ def _load_hub(hub_name: str) -> Any:
 def _without_decoding(loaded: Any) -> Any:
     import datasets
 
-    if not loaded.features or "Image(" not in str(loaded.features):
+    if "Image(" not in str(getattr(loaded, "features", None)):
         return loaded
     is_streamed = isinstance(loaded, datasets.IterableDataset)
     return (loaded if is_streamed else loaded.to_iterable_dataset()).decode(False)
