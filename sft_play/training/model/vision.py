@@ -6,9 +6,10 @@ masks of pictures and tokens. Its tower and projector are read from the base, st
 unquantised on every rank, and belong to the trained model only where they train too.
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
+from transformers.integrations import deepspeed as hf_deepspeed
 
 from sft_play.data.masks.image_processor import (
     ImageProcessorSource,
@@ -68,7 +70,8 @@ def require_image_class(text_tower: TextTower | None, name: str) -> Any:
             f"the rows have images, and {one_line(name)} is a model of text; take an image-text"
             " base, or rows without images"
         )
-    full_model = text_tower.build_full_model()
+    with _outside_zero3():
+        full_model = text_tower.build_full_model()
     is_known = text_tower.prefixes[0][0] != "" and hasattr(
         getattr(full_model, "model", None), "get_image_features"
     )
@@ -98,7 +101,11 @@ def load_vision(
     assert text_tower is not None
     decoder_name = text_tower.prefixes[0][1].removesuffix(".")
     try:
-        with silence_load_report(), report_wait(f"Loading the vision tower of {one_line(name)}"):
+        with (
+            _outside_zero3(),
+            silence_load_report(),
+            report_wait(f"Loading the vision tower of {one_line(name)}"),
+        ):
             full_model, info = AutoModelForImageTextToText.from_pretrained(
                 location,
                 config=_without_text_layers(text_tower.full_config),
@@ -126,6 +133,17 @@ def load_vision(
             f" {one_line(', '.join(wrong_names[:4]), limit=300)} ({len(wrong_names)} in all)"
         )
     return attach_vision(full_model, language_model, images=images, device=device)
+
+
+@contextlib.contextmanager
+def _outside_zero3() -> Iterator[None]:
+    """Read and build models whole while ZeRO-3 is configured, which divides them as they are."""
+    configured = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = configured
 
 
 # The config of the whole class with a language model of no layers and few tokens, which is built
