@@ -287,7 +287,8 @@ def require_gpus_and_disk(
         stage_folder = folder
         if stage_run.stage_name is not None:
             stage_folder = folder.stage_folder(stage_run.stage_name)
-        disk = planned_disk_usage(stage_run.config, load_run_model_shape(stage_run.config), plan)
+        shape = load_run_model_shape(stage_run.config, plan.row_tokens)
+        disk = planned_disk_usage(stage_run.config, shape, plan)
         free_disk = free_disk_bytes(folder.path)
         needed_bytes = disk.min_bytes(
             existing_checkpoints=len(list(stage_folder.checkpoints_path.glob("checkpoint-*")))
@@ -358,15 +359,16 @@ def build_plan_request(
     host_speed = None
     if hardware.gpus and not hardware.named:
         host_speed = load_host_speeds().get(hardware.gpus[0].name)
+    rows = rows or cached_row_tokens(config)
     return PlanRequest(
         config,
-        load_run_model_shape(config),
+        load_run_model_shape(config, rows),
         hardware,
         layouts,
         has_eval(config),
         # runs here say nothing about a machine that is named
         measured_runs=[] if hardware.named else calibration.load_measured_runs(),
-        row_tokens=rows or cached_row_tokens(config),
+        row_tokens=rows,
         missing_packages=_missing_packages(hardware),
         libraries=cuda_libraries(),
         host_speed=host_speed,

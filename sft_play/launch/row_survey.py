@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import heapq
+import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.survey import NumberedExample, RowRenderer, estimate_size
 from sft_play.data.checks import missed_column_lines
+from sft_play.data.masks.image_processor import ImageProcessorSource, cached_image_processor
 from sft_play.data.sources.examples import ExampleReader, check_first_rows, read_example
 from sft_play.data.sources.files import (
     AnySource,
@@ -39,7 +41,7 @@ from sft_play.errors import DataError, SftPlayError, stage_context
 from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder, load_max_positions
-from sft_play.planner.batching import RowTokens, summarize_row_tokens
+from sft_play.planner.batching import ImageLoad, RowTokens, summarize_row_tokens
 from sft_play.process.waiting import importing, report_each
 from sft_play.text import MIB
 
@@ -138,7 +140,6 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
     """Estimate the lengths of the training rows, of which there are about so many, from some at
     equal distances. Raises DataError where one of them stops a run."""
     with importing():
-        from sft_play.data.masks.image_processor import ImageProcessorSource
         from sft_play.data.masks.render import Renderer
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -151,6 +152,7 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
     )
     row_renderer = RowRenderer(renderer, task_mode=config.task_mode)
     sampled, longest_by_part = Counter[int](), dict[str, int]()
+    pictured_rows: list[_PicturedRow] = []
     for part, source in paths.named_paths():
         sample, longest = _sample_examples(source, config, part, rows=rows)
         for numbered_rows in (sample, longest):
@@ -159,7 +161,15 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
                 if not isinstance(row, BadRow):
                     length = len(row.input_ids)
                     longest_by_part[part] = max(length, longest_by_part.get(part, 0))
-                    sampled[length] += part == "train" and numbered_rows is sample
+                    is_sampled = part == "train" and numbered_rows is sample
+                    sampled[length] += is_sampled
+                    if row.images:
+                        sizes = {(one.width, one.height) for one in row.images}
+                        pictured_rows.append(
+                            _PicturedRow(
+                                length, len(row.images), row.image_tokens, sizes, is_sampled
+                            )
+                        )
                 elif config.data.on_bad_row == "fail" and isinstance(outcome, BadRow):
                     raise DataError(f"{row}; {FIX_OR_SKIP}")
     held_out = max((size for part, size in longest_by_part.items() if part != "train"), default=0)
@@ -173,6 +183,7 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
             longest=longest_by_part["train"],
             rows=round(count),
             sampled_rows=sampled.total(),
+            images=_summarize_images(config, pictured_rows, scale=count / sampled.total()),
         )
         _write_cache(config, row_tokens)
 
@@ -238,7 +249,78 @@ def _count_tokens(config: RunConfig) -> None:
         ),
     )
     assert row_tokens is not None  # a split without rows is refused as it is built
-    _write_cache(config, dataclasses.replace(row_tokens, cut=splits.train.stats.cut_rows))
+    pictured_rows = [
+        row
+        for split in (splits.train, splits.val, splits.test)
+        if split is not None
+        for row in _read_pictured_rows(split.rows, is_trained=split is splits.train)
+    ]
+    _write_cache(
+        config,
+        dataclasses.replace(
+            row_tokens,
+            cut=splits.train.stats.cut_rows,
+            images=_summarize_images(config, pictured_rows),
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PicturedRow:
+    """A row with pictures: its tokens, and of its pictures their number, tokens, and sizes."""
+
+    tokens: int
+    pictures: int
+    image_tokens: int
+    sizes: set[tuple[int, int]]
+    # Whether it counts towards the sums, or only towards what is largest.
+    is_trained: bool
+
+
+def _read_pictured_rows(rows: Any, *, is_trained: bool) -> Iterator[_PicturedRow]:
+    """Read those rows of a data set that have pictures; no token and no pixel is read."""
+    if "image_tokens" not in rows.column_names:
+        return
+    from sft_play.training.loop.rows import row_lengths
+
+    lengths = iter(row_lengths(rows).tolist())
+    columns = rows.select_columns(["images", "image_tokens"]).with_format("arrow")
+    for table in columns.iter(batch_size=10_000):
+        tokens = table["image_tokens"].to_pylist()
+        images = table["images"].combine_chunks()
+        # widths and heights of all rows' pictures, one behind the other
+        pictures = images.flatten()
+        sizes = zip(
+            pictures.field("width").to_pylist(), pictures.field("height").to_pylist(), strict=True
+        )
+        counts = [count or 0 for count in images.value_lengths().to_pylist()]
+        for image_tokens, count in zip(tokens, counts, strict=True):
+            row_sizes = set(itertools.islice(sizes, count))
+            length = next(lengths)
+            if count:
+                yield _PicturedRow(length, count, image_tokens or 0, row_sizes, is_trained)
+
+
+def _summarize_images(
+    config: RunConfig, rows: Sequence[_PicturedRow], *, scale: float = 1.0
+) -> ImageLoad | None:
+    """What rows show; None without pictures. `scale`: rows for each of those that were sampled."""
+    if not rows:
+        return None
+    processor = cached_image_processor(ImageProcessorSource.from_config(config))
+    sizes = set().union(*(row.sizes for row in rows))
+    largest = max(sizes, key=lambda size: (processor.count_tokens(*size), size[0] * size[1], size))
+    trained_rows = [row for row in rows if row.is_trained]
+    return ImageLoad(
+        rows=round(scale * len(trained_rows)),
+        pictures=round(scale * sum(row.pictures for row in trained_rows)),
+        tokens=round(scale * sum(row.image_tokens for row in trained_rows)),
+        width=largest[0],
+        height=largest[1],
+        picture_tokens=processor.count_tokens(*largest),
+        row_pictures=max(row.pictures for row in rows),
+        token_share=max(row.image_tokens / max(1, row.tokens) for row in rows),
+    )
 
 
 def _write_cache(config: RunConfig, row_tokens: RowTokens) -> None:

@@ -6,7 +6,7 @@ targets match as in PEFT.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -169,6 +169,80 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class VisionWeights:
+    """What an image-text class has beside its language model: tower and projector, in numbers of
+    elements."""
+
+    params: int
+    # Bytes of buffers in a dtype of their own, and how many numbers are in that of the weights.
+    buffer_bytes: int = 0
+    buffer_elements: int = 0
+    # Linear layers of the projector (`tuning.lora.projector`).
+    projector: tuple[LinearShape, ...] = ()
+    # Tokens of a picture see each other, by a mask that every batch has.
+    has_picture_mask: bool = False
+
+    def resident_bytes(self, itemsize: int) -> int:
+        """Bytes of all of it, the weights in a dtype of `itemsize`."""
+        return itemsize * (self.params + self.buffer_elements) + self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class VisionPass:
+    """What a pass of the vision tower over one picture takes beside its weights, in bytes."""
+
+    # The picture as the model is given it.
+    pixel_bytes: int = 0
+    # At the peak, with the features.
+    peak_bytes: int = 0
+    # What stays until the language model has run; where the tower trains, with what its backward
+    # pass needs.
+    feature_bytes: int = 0
+    # At the peak of the tower's backward pass; 0 where it is frozen.
+    backward_bytes: int = 0
+    # Floating-point operations forwards.
+    operations: int = 0
+
+    def scaled(self, factor: float) -> Self:
+        """The same of so many pictures, or of one with this share of the tokens."""
+        return replace(
+            self, **{one.name: round(getattr(self, one.name) * factor) for one in fields(self)}
+        )
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """The vision tower of a run whose rows have pictures, and the largest load of them."""
+
+    weights: VisionWeights
+    # Tokens of the largest picture.
+    picture_tokens: int
+    # Pictures of a row at most, and the largest share of its tokens that they take.
+    row_pictures: int
+    token_share: float
+    # Of all tokens of the training rows those that pictures take.
+    mean_token_share: float
+    # Runs the tower over the largest picture, given the precision, the step, and whether it trains
+    # (`trace.confirm.VisionMeter`).
+    meter: Callable[..., VisionPass] = field(compare=False, repr=False)
+
+    def max_pictures(self, *, rows: int | None, tokens: int) -> int:
+        """Pictures of the largest size in a micro-batch of these padded tokens at most; `rows`
+        None: of any number of rows."""
+        fitting = max(1, int(self.token_share * tokens) // self.picture_tokens)
+        return fitting if rows is None else min(fitting, rows * self.row_pictures)
+
+    def with_smaller_pictures(self, share: float) -> Self:
+        """The same tower for pictures with this share of the pixels, and so of tokens."""
+        meter = self.meter
+        return replace(
+            self,
+            picture_tokens=max(1, round(self.picture_tokens * share)),
+            meter=lambda *args: meter(*args).scaled(share),
+        )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is
     none. `layers` describes the blocks, and every count comes from it; the single fields above it
@@ -242,6 +316,8 @@ class ModelShape:
     storage_note: str = ""
     # Where adapters go; None for a type of the table, whose `linears` tell.
     adapter_placement: AdapterPlacement | None = None
+    # The vision tower and the pictures; None where only text is trained.
+    vision: VisionShape | None = None
     can_checkpoint: bool = True
     has_fused_attention: bool = True
     # Runs blocks of this class to see their bytes (`trace.confirm.BlockMeter`); None where the

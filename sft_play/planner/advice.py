@@ -139,13 +139,11 @@ def _planned_choice(request: PlanRequest) -> Candidate | None:
 def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
     """Yield changed settings one at a time, and all of them so far together until that is
     enough."""
-    has_fit, combined_config, combined_settings = False, request.config, dict[str, str]()
+    has_fit, combined_settings = False, dict[str, str]()
     present_candidate = _planned_choice(request)
     for change in _memory_saving_settings(request):
         setting = change
-        candidate = _planned_choice(
-            replace(request, config=_apply_setting(request.config, setting))
-        )
+        candidate = _planned_choice(_request_with(request, setting))
         # which may be what refuses the change
         if candidate is None and request.config.model.mesh_shape is not None:
             setting = f"{change} {NO_MESH}"
@@ -162,16 +160,15 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
             continue
         yield _build_suggestion(setting, candidate, setting=setting)
         has_fit = has_fit or candidate.fits
-        combined_config = _apply_setting(combined_config, setting)
         combined_settings |= {
             assignment.partition("=")[0]: assignment for assignment in setting.split()
         }
         # each change alone is not enough so far: all of them up to here
         if not has_fit and len(combined_settings) > 1:
-            combined = _planned_choice(replace(request, config=combined_config))
+            combined_setting = " ".join(combined_settings.values())
+            combined = _planned_choice(_request_with(request, combined_setting))
             if combined is not None and combined.fits:
                 has_fit = True
-                combined_setting = " ".join(combined_settings.values())
                 yield _build_suggestion(combined_setting, combined, setting=combined_setting)
 
 
@@ -231,6 +228,7 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         ),
         "train.gradient_checkpointing=offload": can_checkpoint and checkpointing != "offload",
         **dict.fromkeys(_smaller_batches(train), True),
+        **dict.fromkeys(_fewer_pixels(request), True),
         "train.weight_updates=auto": is_full and train.weight_updates == "float32",
         "model.dtype=auto": is_full and config.model.dtype == "float32",
         "eval.batch_size=auto": config.eval.batch_size not in ("auto", 1),
@@ -241,6 +239,7 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
             and train.compile is not True
             and has_liger
             and bool(request.hardware.gpus)
+            and request.shape.vision is None
         ),
     }
 
@@ -260,6 +259,43 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         f"tuning.lora.r={SMALL_LORA_RANK}": not is_full and tuning.lora.r > SMALL_LORA_RANK,
     }
     return [setting for setting, is_helpful in helps.items() if is_helpful]
+
+
+# Share of all tokens that pictures take from which on smaller ones are suggested, and the share of
+# their pixels that is suggested.
+DOMINATING_SHARE, SUGGESTED_PIXEL_SHARE = 0.5, 0.5
+_PIXELS_OPTION = "data.image_pixels.max"
+
+
+def _fewer_pixels(request: PlanRequest) -> list[str]:
+    images, vision = None, request.shape.vision
+    if request.row_tokens is not None:
+        images = request.row_tokens.images
+    if images is None or vision is None or vision.mean_token_share < DOMINATING_SHARE:
+        return []
+    pixels = images.width * images.height
+    limit = request.config.data.image_pixels.max
+    if limit is not None:
+        pixels = min(pixels, limit)
+    return [f"{_PIXELS_OPTION}={round(SUGGESTED_PIXEL_SHARE * pixels)}"]
+
+
+def _request_with(request: PlanRequest, setting: str) -> PlanRequest:
+    """The request with settings; rows with smaller pictures are about as much shorter."""
+    rows, vision = request.row_tokens, request.shape.vision
+    changed = replace(request, config=_apply_setting(request.config, setting))
+    if f"{_PIXELS_OPTION}=" not in setting or rows is None or vision is None:
+        return changed
+    scale = 1 - vision.mean_token_share * (1 - SUGGESTED_PIXEL_SHARE)
+    shortened = {
+        name: round(getattr(rows, name) * scale) for name in ("p95", "longest", "held_out")
+    }
+    sample = tuple(round(length * scale) for length in rows.sample)
+    return replace(
+        changed,
+        shape=replace(request.shape, vision=vision.with_smaller_pictures(SUGGESTED_PIXEL_SHARE)),
+        row_tokens=replace(rows, mean=rows.mean * scale, sample=sample, **shortened),
+    )
 
 
 def _smaller_batches(train: TrainConfig) -> list[str]:

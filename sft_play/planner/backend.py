@@ -194,6 +194,31 @@ def check_trackers(config: RunConfig) -> None:
             )
 
 
+def check_image_options(config: RunConfig) -> None:
+    """Raises ConfigError where settings exclude rows with images, each with what to set instead."""
+    train, conflicts = config.train, []
+    if config.tuning.backend == "unsloth":
+        conflicts.append(
+            "tuning.backend=unsloth (bnb: Unsloth trains the text of image-text models only)"
+        )
+    if config.data.packing != "none":
+        conflicts.append(
+            f"data.packing={config.data.packing} (none: classes count the positions of a whole row"
+            " and its images)"
+        )
+    if train.kernels == "liger":
+        conflicts.append("train.kernels=liger (auto: the class's own code runs)")
+    if train.compile is True:
+        conflicts.append("train.compile=true (auto: blocks are not compiled)")
+    if config.tuning.train_vision and config.tuning.mode != "full":
+        conflicts.append(
+            f"tuning.train_vision with tuning.mode={config.tuning.mode} (false, or"
+            " tuning.lora.projector=true for adapters on the projector; full trains the tower)"
+        )
+    if conflicts:
+        raise ConfigError(f"rows with images do not go together with {'; '.join(conflicts)}")
+
+
 def unsupported_options(config: RunConfig) -> list[str]:
     """Options of the run that Unsloth cannot follow, with their values."""
     unsupported = []

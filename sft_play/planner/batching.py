@@ -337,6 +337,24 @@ class AverageMicroSteps:
 
 
 @dataclass(frozen=True)
+class ImageLoad:
+    """Pictures of the training rows: how many rows have some, their number and the tokens that they
+    take; and of every row, evaluated ones too, the largest picture and the most that one row has.
+    """
+
+    rows: int
+    pictures: int
+    tokens: int
+    # The picture that takes the most tokens: pixels of its file, and those tokens.
+    width: int
+    height: int
+    picture_tokens: int
+    row_pictures: int
+    # The largest share of a row's tokens that its pictures take.
+    token_share: float
+
+
+@dataclass(frozen=True)
 class RowTokens:
     """Tokens of the training rows: mean, 95th percentile and longest, all after `limit`
     (model.max_seq_len) has cut or left out longer rows; `held_out` is the longest row that is
@@ -353,6 +371,8 @@ class RowTokens:
     cut: int | None = None
     # Rows that were tokenised, where the others are taken to be like them; 0: all were.
     sampled_rows: int = 0
+    # What the rows show; None where they are text.
+    images: ImageLoad | None = None
 
     @property
     def longest_row(self) -> int:

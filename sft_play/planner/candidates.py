@@ -555,6 +555,13 @@ def _build_step(
         rows=max(batch.micro_batch, 1 + shares_micro_batches),
         uses_masks=inputs.packed or uses_masks,
     )
+    vision, pictures = inputs.shape.vision, 0
+    if vision is not None:
+        has_padding = has_padding or vision.weights.has_picture_mask
+        pictures = vision.max_pictures(
+            rows=None if inputs.cuts_by_tokens else batch.micro_batch,
+            tokens=batch.micro_batch * inputs.seq_len,
+        )
     return Step(
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,
@@ -578,6 +585,7 @@ def _build_step(
         and LINEAR_ATTENTION_PACKAGE in inputs.shape.kernel_packages
         and LINEAR_ATTENTION_PACKAGE not in inputs.rates.missing_packages,
         pages=inputs.hardware.pages and bool(inputs.hardware.gpus),
+        pictures=pictures,
     )
 
 
@@ -730,8 +738,9 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     # as every run does; plans keep the JSON that they had, and without cuDNN's kernel
     step = asdict(candidate.step) | {"repeats_kv": True}
     del step["layout"]
-    if not step["cudnn"]:
-        del step["cudnn"]
+    for name in ("cudnn", "pictures"):
+        if not step[name]:
+            del step[name]
     offloaded_bytes = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
     known_speed: dict[str, float | None] = {"tokens_per_s": None, "step_s": None}
     if speed_known:

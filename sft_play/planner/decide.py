@@ -14,6 +14,7 @@ from sft_play.machine.host_speed import HostSpeed
 from sft_play.machine.software import PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration
+from sft_play.planner.backend import check_image_options
 from sft_play.planner.batching import BatchPlan, RowTokens
 from sft_play.planner.candidates import (
     Candidate,
@@ -48,6 +49,7 @@ from sft_play.planner.plan import (
     TraceCandidate,
     count_parameters,
     device_budget_bytes,
+    plan_vision,
 )
 from sft_play.planner.precision import WeightUpdates, choose_precision
 from sft_play.planner.speed import (
@@ -194,6 +196,7 @@ def make_plan(
         compile_s=estimate_compile_s(config, shape),
         activations_from=_activation_source(choice, shape),
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
+        vision=plan_vision(inputs, choice),
     )
 
 
@@ -214,6 +217,8 @@ def check_plan_request(request: PlanRequest) -> None:
 
 
 def _check_settings(request: PlanRequest) -> None:
+    if request.shape.vision is not None:
+        check_image_options(request.config)
     check_adapter_targets(request.config, request.shape)
     check_compile_options(request.config)
     plan_experts(
@@ -467,6 +472,8 @@ def _compile_auto_obstacle(
 ) -> str | None:
     config = request.config
     conflicts = compile_conflicts(config)
+    if inputs.shape.vision is not None:
+        return "rows with images run the class's own code"
     if config.tuning.backend != "bnb":
         return f"tuning.backend={config.tuning.backend} has its own"
     if conflicts:

@@ -36,7 +36,7 @@ from sft_play.planner.memory.step_memory import (
     create_step_simulation,
     is_padded,
 )
-from sft_play.planner.plan import Plan, RunLength, format_parameters
+from sft_play.planner.plan import Plan, RunLength, format_parameters, plan_vision
 from sft_play.planner.precision import (
     DTYPE_BYTES,
     DTYPE_SHORT_NAMES,
@@ -115,6 +115,7 @@ def plan_reasons(
         *_batch_reasons(inputs, candidates, choice),
         learning_rate_reason,
         _checkpoint_reason(config, choice),
+        _image_reason(inputs, choice),
         REPEATED_KEYS_REASON * repeats_kv,
         CUDNN_REASON * choice.step.cudnn,
         _evaluation_reason(config, choice),
@@ -150,6 +151,22 @@ def _checkpoint_reason(config: RunConfig, choice: Candidate) -> str:
         f" would write for more than {MAX_WHOLE_SAVE_S // 60} minutes, and hold"
         f" {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from"
         " them"
+    )
+
+
+def _image_reason(inputs: PlanInputs, choice: Candidate) -> str:
+    """What the rows show, and what the vision tower takes; empty for rows of text."""
+    rows, figures = inputs.row_tokens, plan_vision(inputs, choice)
+    if rows is None or rows.images is None or figures is None:
+        return ""
+    images = rows.images
+    count_text = f"1 to {images.row_pictures}" if images.row_pictures > 1 else "one"
+    return (
+        f"images: {plural(images.rows, 'row has', 'rows have')} {count_text}, at most"
+        f" {images.picture_tokens:,} tokens each; the vision tower takes"
+        f" {figures.weight_bytes / GIB:.2f} GiB, {'trained' if figures.is_trained else 'frozen'},"
+        f" and at most {figures.pass_bytes / GIB:.2f} GiB while it looks at {figures.pictures}"
+        " (data.image_pixels.max makes images smaller)"
     )
 
 

@@ -210,6 +210,8 @@ class RowAttention:
         )
         if self.attention == "eager":
             return "eager attention computes every score, with a mask or without"
+        if self.shape.vision is not None:
+            return "classes read it to find where rows with images begin"
         # load_balancing_loss_func counts padding as tokens where there is no mask
         if self.shape.num_experts:
             return "the balance loss of its experts leaves out padding by the mask"
@@ -228,6 +230,8 @@ class RowAttention:
 
     def pack_mask_reason(self, precision: Precision) -> str | None:
         """Why packs keep a mask between their chats; None where their boundaries are enough."""
+        if self.shape.vision is not None:
+            return "rows with images have positions that boundaries do not say"
         if self.config.model.attn_implementation != "auto":
             return f"model.attn_implementation={self.config.model.attn_implementation}"
         if self.attention != "sdpa":
@@ -371,6 +375,8 @@ def plan_kernels(
         problem = "Liger's need a CUDA GPU"
     elif config.tuning.backend != "bnb":
         problem = f"tuning.backend={config.tuning.backend} brings its own"
+    elif shape.vision is not None:
+        problem = "rows with images run the class's own code"
     elif layout.tensor_parallel > 1:
         problem = "tensor-parallel ranks replace the same forwards"
     elif shape.model_type not in LIGER_REPLACEMENTS:

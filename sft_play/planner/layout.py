@@ -305,6 +305,9 @@ def mesh_layout(mesh: Mesh) -> Layout:
 GROUP_SIZES = (2, 4, 8)
 
 
+# Layouts that run rows with images.
+IMAGE_LAYOUTS: tuple[LayoutName, ...] = ("single", "ddp", "fsdp", "zero2", "zero3")
+
 # Classes whose blocks are more than their own weights at their own place.
 UNSTREAMED_TYPES = {
     "rwkv": "weights are divided in place between training and evaluation",
@@ -439,6 +442,8 @@ def _layout_obstacle(
     layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> str | None:
     optim = config.train.optim
+    if shape.vision is not None and layout.name not in IMAGE_LAYOUTS:
+        return f"rows with images: {_image_layout_problem(layout)} ({', '.join(IMAGE_LAYOUTS)} do)"
     if layout.is_streamed and config.tuning.mode == "full":
         return (
             "the base stays in RAM and nothing is written back, and full fine-tuning changes it"
@@ -504,6 +509,20 @@ def _layout_obstacle(
     return gradient_sync_obstacle(
         config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus)
     )
+
+
+def _image_layout_problem(layout: Layout) -> str:
+    if layout.is_streamed:
+        return (
+            "the class would call its blocks while the tower's pictures wait, which was not tried"
+        )
+    if layout.context_parallel > 1:
+        return "a picture's tokens would lie on several ranks, and its features are on one"
+    if layout.tensor_parallel > 1:
+        return "the tower is not divided like the language model's layers"
+    if layout.offloads_states:
+        return "DeepSpeed would move a tower in and out that it does not own"
+    return f"{layout.name} does not run them"
 
 
 def _tensor_parallel_obstacle(

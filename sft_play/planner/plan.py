@@ -15,14 +15,20 @@ from sft_play.errors import DoesNotFit
 from sft_play.machine.hardware import Hardware
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import BatchPlan, MicroBatches, RowTokens
-from sft_play.planner.candidates import Candidate, candidate_fields, candidate_json, format_needs
+from sft_play.planner.candidates import (
+    Candidate,
+    PlanInputs,
+    candidate_fields,
+    candidate_json,
+    format_needs,
+)
 from sft_play.planner.kernels import CountedKernels
 from sft_play.planner.layout import ImpossibleLayout, Layout, LayoutName
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.planner.memory.model_states import adapter_params, trained_parameters
-from sft_play.planner.memory.step_memory import create_step_simulation
+from sft_play.planner.memory.model_states import adapter_params, trained_parameters, trains_vision
+from sft_play.planner.memory.step_memory import create_step_simulation, measure_vision
 from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
-from sft_play.planner.precision import DtypeName, Precision, adapter_dtype
+from sft_play.planner.precision import DTYPE_BYTES, DtypeName, Precision, adapter_dtype
 from sft_play.planner.speed import Speed, SpeedError
 from sft_play.text import format_count, plural
 
@@ -184,6 +190,34 @@ class TracePrediction:
     unavailable_reason: str | None = None
 
 
+@dataclass(frozen=True)
+class VisionFigures:
+    """The vision tower of a run with images: bytes of its weights on a rank, pictures of the
+    largest size in a micro-batch at most, and what a pass over them takes at its peak."""
+
+    weight_bytes: int
+    is_trained: bool
+    pictures: int
+    pixel_bytes: int
+    pass_bytes: int
+
+
+def plan_vision(inputs: PlanInputs, choice: Candidate) -> VisionFigures | None:
+    """What the vision tower takes in the chosen step; None for rows of text."""
+    vision, step = inputs.shape.vision, choice.step
+    if vision is None:
+        return None
+    one = measure_vision(inputs.config, inputs.shape, choice.precision, step)
+    total = one.scaled(step.pictures)
+    return VisionFigures(
+        vision.weights.resident_bytes(DTYPE_BYTES[choice.precision.load]),
+        trains_vision(inputs.config, inputs.shape),
+        step.pictures,
+        total.pixel_bytes,
+        total.peak_bytes,
+    )
+
+
 ActivationsFrom = Literal["blocks", "measured", "trace"]
 # A function that traces a candidate's step.
 TraceCandidate = Callable[[Candidate], TracePrediction]
@@ -263,6 +297,8 @@ class Plan:
     deepspeed: Mapping[str, Any] | None = None
     # What is quantised, adapted and trained; None in a plan of an earlier version.
     parameters: ParameterCounts | None = None
+    # Of a run with images; None for rows of text.
+    vision: VisionFigures | None = None
 
     @property
     def layout(self) -> LayoutName:
@@ -314,9 +350,11 @@ class Plan:
             if plan_field.name not in _OTHER_JSON_FIELDS
         }
         # plans without these had the JSON before them: a recorded plan stays byte for byte
-        for name in ("kernels", "compiled", "compile_s", "deepspeed", "parameters"):
+        for name in ("kernels", "compiled", "compile_s", "deepspeed", "parameters", "vision"):
             if not own_fields[name]:
                 del own_fields[name]
+        if self.row_tokens is not None and self.row_tokens.images is None:
+            del own_fields["row_tokens"]["images"]
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
             **own_fields,

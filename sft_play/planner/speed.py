@@ -21,7 +21,7 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import AverageMicroSteps
 from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.memory.model_states import adapter_params, streamed_bytes, trained_parameters
-from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.step_memory import Step, measure_vision
 from sft_play.planner.memory.structure import ElementBytes, is_target
 from sft_play.planner.pass_work import (
     STEP_TENSOR_OPERATORS,
@@ -743,7 +743,14 @@ class _Roofline:
         block_flops = 2.0 * active_params(shape)
         attention_flops = 4.0 * attended_keys * shape.q_width
         head_flops = 2.0 * shape.vocab_size * shape.hidden_size
-        return {
+        images: dict[str, tuple[float, float]] = {}
+        if shape.vision is not None:
+            one = measure_vision(self.config, shape, self.precision, self.step)
+            tower_flops = shape.vision.mean_token_share * one.operations
+            tower_flops /= shape.vision.picture_tokens
+            backward_share = (2.0 + recomputed_share) * (one.backward_bytes > 0)
+            images = {"images": (tower_flops, tower_flops * backward_share)}
+        return images | {
             "blocks": (block_flops, block_flops * (1.0 + recomputed_share + is_full)),
             "adapters": (adapter_flops, adapter_flops * (2.0 + recomputed_share)),
             "attention": (attention_flops, attention_flops * (2.5 + recomputed_share)),

@@ -6,6 +6,8 @@ or as one of several ranks: `build` makes the model, with stand-ins for what nee
 puts others into the libraries, and `kernels` adds what CUDA's kernels allocate. `storages` logs
 every allocation, and plays the log through the allocator.
 
+Rows with images add a vision tower, which `vision` measures by itself.
+
 `pass_work` counts what blocks move and start beside their products, for the plan's speed;
 `host_probe` is a program that measures how fast the host starts kernels.
 

@@ -10,18 +10,20 @@ import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.machine.host import total_and_free_ram
 from sft_play.machine.software import load_or_measure
 from sft_play.models.config_json import (
+    find_model_folder,
     load_config_json,
     parse_model_shape,
     quantised_storage_note,
@@ -30,16 +32,19 @@ from sft_play.models.config_json import (
     text_only_note,
 )
 from sft_play.models.families import UnknownArchitecture
-from sft_play.models.shape import ModelShape
+from sft_play.models.shape import ModelShape, VisionPass, VisionShape, VisionWeights
+from sft_play.planner.batching import RowTokens
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.kernels import groups_adapters, plan_experts, plan_kernels
 from sft_play.planner.layout import SINGLE
+from sft_play.planner.memory.model_states import trains_vision
 from sft_play.planner.memory.step_memory import (
     BlockMode,
     MeasuredBlocks,
     Step,
     interpolate,
     is_padded,
+    measure_vision,
 )
 from sft_play.planner.memory.structure import (
     ElementBytes,
@@ -50,7 +55,13 @@ from sft_play.planner.memory.structure import (
 )
 from sft_play.planner.pass_work import CountedWork, mean_work
 from sft_play.planner.plan import TracePrediction
-from sft_play.planner.precision import DtypeName, Precision, adapter_dtype, gradient_sync
+from sft_play.planner.precision import (
+    DTYPE_BYTES,
+    DtypeName,
+    Precision,
+    adapter_dtype,
+    gradient_sync,
+)
 from sft_play.process.waiting import importing, report_wait
 from sft_play.text import GIB
 from sft_play.trace.settings import (
@@ -58,6 +69,7 @@ from sft_play.trace.settings import (
     RowMask,
     StepSettings,
     TracedAttention,
+    TracedImages,
     TracedPeak,
     TraceUnavailable,
 )
@@ -69,7 +81,10 @@ logger = logging.getLogger(__name__)
 TRACE_VERSION = 20
 # The same for shapes.
 SHAPE_VERSION = 17
+# The same for vision towers.
+VISION_VERSION = 1
 _PEAK_ADAPTER, _SHAPE_ADAPTER = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
+_VISION_ADAPTER, _PASS_ADAPTER = TypeAdapter(VisionWeights), TypeAdapter(VisionPass)
 # The layouts that a trace can run, by their names there.
 TRACED_STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2", "streamed"]] = {
     "single": "single",
@@ -109,6 +124,9 @@ def trace_candidate(
             candidate.step.offloads
         ),
         "the trace does not step by stochastic rounding": precision.updates == "stochastic",
+        "the trace keeps a vision tower frozen": (
+            shape.vision is not None and trains_vision(config, shape)
+        ),
     }
     if reason := next((reason for reason, applies in obstacles.items() if applies), None):
         return TracePrediction(unavailable_reason=reason)
@@ -190,6 +208,24 @@ def step_settings(
         reduces_in=sync.reduced_dtype if is_fsdp and sync.is_compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
+        images=_traced_images(config, shape, precision, step),
+    )
+
+
+def _traced_images(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step
+) -> TracedImages | None:
+    if shape.vision is None:
+        return None
+    vision_pass = measure_vision(config, shape, precision, step)
+    training = vision_pass.scaled(step.pictures)
+    pictures = shape.vision.max_pictures(
+        rows=step.eval_batch, tokens=step.eval_batch * step.seq_len
+    )
+    evaluation = vision_pass.scaled(pictures * bool(step.eval_batch))
+    return TracedImages(
+        shape.vision.weights.resident_bytes(DTYPE_BYTES[precision.load]),
+        *((one.pixel_bytes, one.peak_bytes, one.feature_bytes) for one in (training, evaluation)),
     )
 
 
@@ -417,6 +453,7 @@ class BlockMeter:
             code=self.remote_code,
             loss=shape.loss_name,
             kernels="plain",
+            images=None,
             groups_adapters=groups_adapters(config, precision, step.layout),
             weights=dtypes_by_size[element_bytes.weights],
             eval_mask=(
@@ -688,16 +725,113 @@ def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks
 _blocks_by_key: dict[str, list[MeasuredBlocks]] = {}
 
 
-def load_run_model_shape(config: RunConfig) -> ModelShape:
-    """The model's shapes; for a class that the tables lack they are measured on the meta device.
-    Raises ModelError where it is no model that a run with this config trains."""
+# --- vision towers --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class VisionMeter:
+    """Runs the vision tower of a class over a picture; `VisionShape.meter`."""
+
+    config_json: str
+    source: ImageProcessorSource
+    # Width and height.
+    size: tuple[int, int]
+    # Files that say what the processor makes of a picture.
+    processor_text: str
+
+    def __call__(self, precision: Precision, step: Step, is_trained: bool) -> VisionPass:
+        """What the pass takes in the precision and on the device of a step. Raises ModelError where
+        the class cannot look at pictures."""
+        settings = StepSettings(
+            model=json.loads(self.config_json),
+            mode="full",
+            weights=precision.load,
+            autocast=precision.compute if precision.compute != "float32" else None,
+            attention="eager" if step.attention == "eager" else "sdpa",
+            checkpointing=is_trained and step.checkpointed_layers != 0,
+            on_gpu=step.on_gpu,
+            capability=step.capability or (9, 0),
+        )
+        key_fields = {
+            "settings": settings.canonical_text(),
+            "source": asdict(self.source),
+            "processor": self.processor_text,
+            "size": self.size,
+            "trained": is_trained,
+            "vision": VISION_VERSION,
+        }
+        key = json.dumps(key_fields)
+        if key not in _passes_by_key:
+            _passes_by_key[key] = load_or_measure(
+                "vision",
+                key_fields,
+                _PASS_ADAPTER,
+                lambda: _measure(
+                    "Measuring a pass of the vision tower",
+                    "vision",
+                    "measure_picture",
+                    settings.model,
+                    settings,
+                    self.source,
+                    self.size,
+                    is_trained=is_trained,
+                ),
+            )
+        return _passes_by_key[key]
+
+
+_passes_by_key: dict[str, VisionPass] = {}
+
+
+def load_vision_shape(
+    fields: Mapping[str, Any], config: RunConfig, rows: RowTokens
+) -> VisionShape | None:
+    """The vision tower of a run's base, with the pictures of its rows; None where they show none.
+    Raises ModelError: the base takes no images."""
+    images = rows.images
+    if images is None:
+        return None
+    weights = load_or_measure(
+        "vision_weights",
+        {"config": fields, "vision": VISION_VERSION},
+        _VISION_ADAPTER,
+        lambda: _measure(
+            "Measuring the vision tower",
+            "vision",
+            "measure_vision_weights",
+            fields,
+            name=config.model.name,
+        ),
+    )
+    folder = find_model_folder(config.model.name)
+    files = sorted(folder.glob("*processor_config.json")) if folder is not None else []
+    meter = VisionMeter(
+        json.dumps(dict(fields)),
+        ImageProcessorSource.from_config(config),
+        (images.width, images.height),
+        "".join(path.read_text(encoding="utf-8") for path in files),
+    )
+    return VisionShape(
+        weights=weights,
+        picture_tokens=max(1, images.picture_tokens),
+        row_pictures=images.row_pictures,
+        token_share=images.token_share,
+        mean_token_share=images.tokens / max(1.0, rows.rows * rows.mean),
+        meter=meter,
+    )
+
+
+def load_run_model_shape(config: RunConfig, rows: RowTokens | None = None) -> ModelShape:
+    """The model's shapes; for a class that the tables lack they are measured on the meta device,
+    and so is the vision tower of a run whose `rows` show pictures. Raises ModelError where it is no
+    model that a run with this config trains."""
     model = config.model
     fields = load_config_json(model.name, revision=model.revision)
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    vision = None if rows is None else load_vision_shape(fields, config, rows)
     return replace(
         configured_shape(config, shape),
-        text_only_note=text_only_note(fields),
+        text_only_note=text_only_note(fields) if vision is None else "",
         storage_note=quantised_storage_note(fields, config.tuning.mode),
+        vision=vision,
     )

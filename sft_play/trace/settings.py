@@ -25,6 +25,17 @@ RowMask = Literal["none", "ones", "padded", "packed", "positions"]
 
 
 @dataclass(frozen=True)
+class TracedImages:
+    """Bytes of a frozen vision tower; and of a micro-batch's pictures in training and in
+    evaluation: as the model is given them, at the peak of the tower's pass, and features that
+    stay."""
+
+    weights: int
+    training: tuple[int, int, int]
+    evaluation: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class StepSettings:
     """One rank's training step. Sizes in tokens and sequences; defaults are what this toolkit's
     trainer does."""
@@ -129,10 +140,15 @@ class StepSettings:
     # CUDA's, of the GPU that is simulated. On a CPU TRL's head runs without Triton, and nothing
     # takes workspaces.
     capability: tuple[int, int] = (9, 0)
+    # Pictures, and the tower that looks at them; None for rows of text.
+    images: TracedImages | None = None
 
     def canonical_text(self) -> str:
         """A canonical text: equal settings give equal texts."""
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if self.images is None:  # as it was before there were any
+            del fields["images"]
+        return json.dumps(fields, sort_keys=True)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,12 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.model_states import PLACES
-from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, cublas_workspace_bytes
+from sft_play.planner.memory.step_memory import (
+    MERGED_BYTES,
+    BlockMode,
+    MeasuredBlocks,
+    cublas_workspace_bytes,
+)
 from sft_play.process.waiting import report_each
 from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
@@ -91,7 +96,7 @@ def trace_context(
     if settings.groups_adapters:
         shared_inputs = find_shared_inputs(build.language_model_config(settings))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet_process())
+        stack.enter_context(quiet_process())
         stack.enter_context(_convert_library_errors())
         state = patches.TraceState(settings, log, shared_inputs)
         log.is_padded = lambda: state.active_mask == "padded"
@@ -117,6 +122,7 @@ class TracedLoop:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
     log_class = StorageLog
+    _feature_key: int | None = None
     grouped_adapters: GroupedAdapters | None = None
 
     def __init__(self, state: patches.TraceState, mesh: Any) -> None:
@@ -126,6 +132,10 @@ class TracedLoop:
         """Run the loop with this model."""
         settings, log = self.settings, self.log
         model = self.load_model(skeleton)
+        if settings.images is not None:
+            log.record_alloc(settings.images.weights)
+            embedding = build.base_model(model).get_input_embeddings()
+            embedding.register_forward_hook(self._merge_images)
         log.empty_cache()
         log.start_phase("prepare")
         after_backward = self.make_after_backward_hook(model)
@@ -352,11 +362,13 @@ class TracedLoop:
 
     def run_micro_step(self, model: Any, step: int, length: int) -> None:
         """A micro-batch of rows of this length, forwards and backwards."""
-        loss = self.compute_loss(model, self.make_batch(self.settings.micro_batch, length))
-        if self.settings.grad_accum > 1:
-            loss = loss / self.settings.grad_accum
-        self.log.start_phase("backward", step)
-        loss.backward()
+        with self._pictures_on_device():
+            loss = self.compute_loss(model, self.make_batch(self.settings.micro_batch, length))
+            self._free_features()
+            if self.settings.grad_accum > 1:
+                loss = loss / self.settings.grad_accum
+            self.log.start_phase("backward", step)
+            loss.backward()
 
     def optimizer_step(self, model: Any, optimizer: Any) -> None:
         """Clip, update, and free the gradients."""
@@ -371,10 +383,43 @@ class TracedLoop:
         """Run the forward pass of an evaluation batch."""
         model.eval()
         self.state.is_evaluating = True
-        with torch.no_grad():
+        with torch.no_grad(), self._pictures_on_device():
             self.compute_loss(model, self.make_batch(rows, length))
+            self._free_features()
         self.state.is_evaluating = False
         model.train()
+
+    # --- pictures ---------------------------------------------------------------------------------
+    @property
+    def _picture_bytes(self) -> tuple[int, int, int]:
+        images = self.settings.images
+        if images is None:
+            return 0, 0, 0
+        return images.evaluation if self.state.is_evaluating else images.training
+
+    @contextlib.contextmanager
+    def _pictures_on_device(self) -> Iterator[None]:
+        pixel_bytes = self._picture_bytes[0]
+        key = self.log.record_alloc(pixel_bytes)
+        yield
+        self.log.record_free(key, pixel_bytes)
+
+    def _merge_images(self, module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        """The tower's pass, and its features among the embeddings as the whole class puts them."""
+        _, peak_bytes, feature_bytes = self._picture_bytes
+        self.log.record_temporary((peak_bytes,))
+        self._feature_key = self.log.record_alloc(feature_bytes)
+        with self.log.hide_allocations():  # the source is of the features
+            source = torch.empty(embedded.numel(), dtype=embedded.dtype)
+        is_picture = torch.zeros(embedded.shape[:-1], dtype=torch.bool).unsqueeze(-1)
+        merged = embedded.masked_scatter(is_picture.expand_as(embedded), source)
+        self.log.record_temporary((MERGED_BYTES * embedded.numel() * self.settings.on_gpu,))
+        return merged
+
+    def _free_features(self) -> None:
+        if self._feature_key is not None:
+            self.log.record_free(self._feature_key, self._picture_bytes[2])
+            self._feature_key = None
 
     def replay_peaks(self) -> tuple[ReplayPeaks, ReplayPeaks]:
         """Peaks in the allocator's two modes, fixed-size segments and expandable ones."""
@@ -413,7 +458,7 @@ def _convert_library_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_process() -> Iterator[None]:
+def quiet_process() -> Iterator[None]:
     """Silence libraries, and hold back garbage collection: its timing depends on what this process
     did before, and so would peaks."""
     gc.collect()

@@ -18,6 +18,7 @@ from sft_play.planner.memory.model_states import (
     nf4_bytes,
     paged_bytes,
     resident_bytes,
+    vision_resident_bytes,
     weight_bytes,
 )
 from sft_play.planner.memory.step_memory import (
@@ -114,7 +115,9 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         itemsize * max(sizes, default=0) - adapter_bytes,
         _adapter_start_bytes(simulation),
     )
-    return terms(weight_bytes(shape, itemsize=itemsize, is_nf4=True), adapter_bytes, temporary)
+    packed_bytes = weight_bytes(shape, itemsize=itemsize, is_nf4=True)
+    packed_bytes += vision_resident_bytes(config, shape, itemsize)
+    return terms(packed_bytes, adapter_bytes, temporary)
 
 
 def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
@@ -403,7 +406,7 @@ class MemoryEstimate:
 
     # What the bytes are for at the peak: weights, adapters, master_weights, gradients, optimizer,
     # gradient_buckets, workspaces, activations, loss_head, dequantised, gather_buffers,
-    # optimizer_step; those of no bytes may be absent.
+    # optimizer_step, images; those of no bytes may be absent.
     terms: dict[str, int] = field(default_factory=dict)
     reserved: int = 0
     margin: int = 0
@@ -560,7 +563,12 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
         moments=phase_totals,
         by_moment=by_moment,
         load_bytes=load_bytes,
-        host_bytes=simulation.resident.host + simulation.offloaded_bytes() + save_ram,
+        host_bytes=(
+            simulation.resident.host
+            + simulation.offloaded_bytes()
+            + host_pixel_bytes(simulation)
+            + save_ram
+        ),
         host_save_bytes=saving.first_rank_ram,
         host_save_each_bytes=saving.each_rank_ram,
         host_gather_bytes=saving.gathered_ram,
@@ -572,6 +580,19 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
         ),
         kept_free=kept_free,
     )
+
+
+# Batches that a worker of the loader has made before they are asked for (torch's
+# `prefetch_factor`).
+PREFETCHED_BATCHES = 2
+
+
+def host_pixel_bytes(simulation: StepMemorySimulation) -> int:
+    """Bytes of RAM that a rank's pictures take as the model is given them: those of a step, and
+    those that workers have made."""
+    step, workers = simulation.step, simulation.config.train.dataloader_num_workers
+    batches = step.grad_accum + PREFETCHED_BATCHES * workers
+    return simulation.vision_pass.pixel_bytes * step.pictures * batches
 
 
 def max_evaluation_rows(simulation: StepMemorySimulation) -> int:

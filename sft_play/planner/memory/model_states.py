@@ -93,6 +93,11 @@ def block_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
 
 
 def _lora_factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
+    projector = (
+        shape.vision.weights.projector if shape.vision is not None and lora.projector else ()
+    )
+    for one in projector:
+        yield from ((lora.stored_rank, one.inputs, 1), (one.outputs, lora.stored_rank, 1))
     for linears, stacks, count in (
         (shape.outer_linears, (), 1),
         *((k.linears, k.expert_weights, k.count) for k in shape.layers),
@@ -142,6 +147,11 @@ class TrainedParameters:
     matrix_sides: int = 0
 
 
+def trains_vision(config: RunConfig, shape: ModelShape) -> bool:
+    """True if the vision tower of a run with pictures trains too."""
+    return shape.vision is not None and config.tuning.mode == "full" and config.tuning.train_vision
+
+
 def trained_parameters(
     config: RunConfig, shape: ModelShape, element_bytes: ElementBytes
 ) -> TrainedParameters:
@@ -151,8 +161,11 @@ def trained_parameters(
         linear_sides = sum(
             count * (linear.inputs + linear.outputs) for linear, count in shape.linears
         )
+        vision_params = 0
+        if shape.vision is not None and trains_vision(config, shape):
+            vision_params = shape.vision.weights.params
         return TrainedParameters(
-            shape.params - shape.untrained_params,
+            shape.params - shape.untrained_params + vision_params,
             element_bytes.weights,
             trains_embedding=True,
             trains_head=True,
@@ -216,7 +229,7 @@ def optimizer_bytes(
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
     state_bytes = 2 * parameters.state_itemsize * parameters.params
-    if is_full and parameters.params == shape.params - shape.untrained_params:
+    if is_full and parameters.params >= shape.params - shape.untrained_params:
         state_bytes += 2 * _segment_remainders(shape, parameters.state_itemsize)
     if optim == "muon":  # a single state of each matrix
         state_bytes -= parameters.state_itemsize * sum(
@@ -357,6 +370,15 @@ def resident_bytes(
         * (layout.name == "ddp" or (layout.is_streamed and layout.ranks > 1)),
         host=host_bytes,
     )
+
+
+def vision_resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
+    """Bytes of a vision tower beside what `resident_bytes` counts: whole on every rank where it is
+    frozen, in a dtype of `itemsize`; where it trains, its buffers alone."""
+    if shape.vision is None:
+        return 0
+    total = shape.vision.weights.resident_bytes(itemsize)
+    return total - itemsize * shape.vision.weights.params * trains_vision(config, shape)
 
 
 # Blocks of a streamed base that are on the device at once: the one that computes, and the next.

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.models.shape import ModelShape
+from sft_play.models.shape import ModelShape, VisionPass
 from sft_play.planner.kernels import (
     GROUPED_MM_MIN_CAPABILITY,
     AttentionName,
@@ -33,6 +33,8 @@ from sft_play.planner.memory.model_states import (
     resident_bytes,
     tensor_parallel_parameters,
     trained_parameters,
+    trains_vision,
+    vision_resident_bytes,
     zero_bucket_bytes,
 )
 from sft_play.planner.memory.structure import (
@@ -54,6 +56,9 @@ MemoryTerms = dict[str, int]
 WORKSPACE_THREADS = 2
 # A token's id, its label and its entry in the mask.
 TOKEN_BYTES = 3 * 8
+# For each number of an embedding into which features are put: CUDA's masked_scatter makes the mask
+# whole, and sums over it in int64 (aten/src/ATen/native/cuda/IndexKernel.cpp).
+MERGED_BYTES = 9
 # Terms that a phase has even where they are 0.
 _REQUIRED_TERMS = ("weights", "gradients", "optimizer", "activations", "loss_head")
 
@@ -98,6 +103,8 @@ class Step:
     capability: tuple[int, int] | None = (9, 0)
     # flash-linear-attention is installed, whose kernels the class's gated delta rules run.
     fla: bool = False
+    # Pictures of the largest size in a micro-batch at most; 0 for rows of text.
+    pictures: int = 0
     # The driver pages GPU memory out instead of failing, beside a desktop (WSL).
     pages: bool = False
 
@@ -129,6 +136,24 @@ def is_padded(config: RunConfig, layout: Layout, *, rows: int, uses_masks: bool 
     return uses_masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
 
+def measure_vision(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step
+) -> VisionPass:
+    """What a pass of the vision tower over one picture takes in this step."""
+    assert shape.vision is not None
+    vision_pass = shape.vision.meter(precision, step, trains_vision(config, shape))
+    if config.tuning.mode == "full" or not config.tuning.lora.projector:
+        return vision_pass
+    # what adapters of the projector keep: the inputs and outputs of their layers
+    widths = sum(one.inputs + one.outputs for one in shape.vision.weights.projector)
+    held_bytes = DTYPE_BYTES[precision.compute] * widths * shape.vision.picture_tokens
+    return replace(
+        vision_pass,
+        peak_bytes=vision_pass.peak_bytes + held_bytes,
+        feature_bytes=vision_pass.feature_bytes + held_bytes,
+    )
+
+
 class StepMemorySimulation:
     """A step's way through the model. `phases` yields every phase that can be the peak."""
 
@@ -150,6 +175,14 @@ class StepMemorySimulation:
         if step.layout.is_streamed and not step.on_gpu:  # both are the same RAM
             self.resident = replace(
                 self.resident, weights=self.resident.weights + self.resident.host, host=0
+            )
+        self.vision_pass = VisionPass()
+        if shape.vision is not None:
+            self.vision_pass = measure_vision(config, shape, precision, step)
+            self.resident = replace(
+                self.resident,
+                weights=self.resident.weights
+                + vision_resident_bytes(config, shape, DTYPE_BYTES[precision.load]),
             )
         self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
@@ -387,11 +420,38 @@ class StepMemorySimulation:
         terms = (
             self._resident_terms
             | {"gradients": gradients, "activations": activations}
+            | {"images": self._image_bytes(phase, self.step.pictures)}
             | extra_terms
         )
         return phase, {
             term: size for term, size in terms.items() if size or term in _REQUIRED_TERMS
         }
+
+    def _image_bytes(self, phase: str, pictures: int) -> int:
+        """Pictures on the device in a phase, and their features until the language model has run;
+        to the end of the step where the tower trains."""
+        one = self.vision_pass.scaled(pictures)
+        if phase in ("optimizer", "saving"):
+            return 0
+        has_features = phase != "backward" or self.vision_pass.backward_bytes > 0
+        return one.pixel_bytes + one.feature_bytes * has_features
+
+    def _image_phases(
+        self, phase: StepPhase, gradients: int, batch_bytes: int, *, rows: int, pictures: int
+    ) -> Iterator[tuple[StepPhase, MemoryTerms]]:
+        """The tower's pass beside the embedded tokens, then its features put among them."""
+        if self.shape.vision is None:
+            return
+        one, embedded = self.vision_pass.scaled(pictures), self._hidden_bytes(rows, 0)
+        pass_bytes = one.pixel_bytes + one.peak_bytes
+        yield self._phase_terms(phase, gradients, batch_bytes + embedded, images=pass_bytes)
+        merged_bytes = MERGED_BYTES * rows * self.step.length * self.shape.hidden_size
+        yield self._phase_terms(
+            phase,
+            gradients,
+            batch_bytes + 2 * embedded + merged_bytes * self.step.on_gpu,
+            images=self._image_bytes(phase, pictures),
+        )
 
     @cached_property
     def _resident_terms(self) -> MemoryTerms:
@@ -491,6 +551,13 @@ class StepMemorySimulation:
                 older_gradients,
                 held_bytes[-1] + self._table_copy_bytes() + self._hidden_bytes(batch, 0),
             )
+        yield from self._image_phases(
+            "forward",
+            older_gradients,
+            held_bytes[0] - self._mask_bytes(batch, self.specs),
+            rows=batch,
+            pictures=self.step.pictures,
+        )
         for layer, block in enumerate(self.layers):
             cast_bytes += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
@@ -534,6 +601,7 @@ class StepMemorySimulation:
             held_bytes[-1],
             loss_head=head.backward,
             gather_buffers=gathered_bytes,
+            images=self._image_bytes("backward", self.step.pictures),
         )
         # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or
         # not yet added up
@@ -564,6 +632,14 @@ class StepMemorySimulation:
         # the embedding's gradient is dense (V*h); where it is also the head's, or an older one
         # exists, or it is sharded only then, it is live in addition
         live_bytes = held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0)
+        if self.vision_pass.backward_bytes:
+            one = self.vision_pass.scaled(self.step.pictures)
+            yield self._phase_terms(
+                "backward",
+                max(self.resident.gradients, self.full_gradient_bytes),
+                live_bytes,
+                images=one.pixel_bytes + one.backward_bytes,
+            )
         embedding_gradient = self._table_copy_bytes()
         if self.trained_parameters.trains_embedding:
             embedding_gradient = self.shape.embedding_table_params * self.trained_itemsize
@@ -601,6 +677,17 @@ class StepMemorySimulation:
         )
         batch_bytes = self._batch_bytes(rows, specs, is_training=False)
         gather_buffers, gradient_bytes = self.gather_buffers, self._gradients_between_steps()
+        pictures = 0
+        if self.shape.vision is not None:
+            pictures = self.shape.vision.max_pictures(rows=rows, tokens=rows * self.step.seq_len)
+        images = self._image_bytes("evaluation", pictures)
+        yield from self._image_phases(
+            "evaluation",
+            gradient_bytes,
+            batch_bytes - self._mask_bytes(rows, specs),
+            rows=rows,
+            pictures=pictures,
+        )
         # blocks of one kind need the same, and the last of them comes with the most casts held
         last_layers = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}
         cast_bytes = 0
@@ -614,6 +701,7 @@ class StepMemorySimulation:
                     gradient_bytes,
                     live_bytes,
                     gather_buffers=gather_buffers.forward_bytes(layer),
+                    images=images,
                 )
             cast_bytes += block.cast
         head = self._head_bytes(rows, needs_gradient=False)
@@ -628,6 +716,7 @@ class StepMemorySimulation:
             gradient_bytes,
             live_bytes,
             gather_buffers=gather_buffers.tail_gather_bytes,
+            images=images,
         )
         batch_bytes -= self._mask_bytes(rows, specs)
         yield self._phase_terms(
@@ -636,6 +725,7 @@ class StepMemorySimulation:
             batch_bytes + cast_bytes,
             loss_head=head.forward,
             gather_buffers=gather_buffers.tail,
+            images=images,
         )
 
 
