@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from sft_play.config.load import config_from_text
+from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
 from sft_play.launch.planning import build_plan_request, plan_request
@@ -321,3 +321,34 @@ def test_smaller_pictures_are_suggested_where_they_are_most_of_the_tokens(folder
     assert smaller.row_tokens.longest == 40
     assert smaller.shape.vision is not None
     assert smaller.shape.vision.picture_tokens == 6
+
+
+# --- the rows -------------------------------------------------------------------------------------
+def test_pictures_are_counted_with_the_rows(tmp_path: Path, folders: Any) -> None:
+    """40 rows with no, one and two pictures in turn, of 64, 72 and 80 by 48 pixels: the widest has 5 x 3 tokens."""
+    from PIL import Image
+
+    from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens
+
+    rows = []
+    for number in range(40):
+        Image.new("RGB", (64 + 8 * (number % 3), 48), (number, 2, 3)).save(tmp_path / f"{number}.png")
+        count = number % 3
+        turns = [("user", "<image>" * count + f" what is it, {number}?"), ("assistant", "a thing")]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        rows.append({"messages": messages} | ({"images": [f"{number}.png"] * count} if count else {}))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = f"model: {{name: {folders('qwen2_5_vl')}, max_seq_len: 256}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}"
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    loaded = load_config(path)
+    count_row_tokens(loaded.runs)
+    counted = cached_row_tokens(loaded.config)
+    assert counted is not None
+    images = counted.images
+    assert images is not None
+    assert (images.rows, images.pictures, images.row_pictures) == (26, 39, 2)
+    assert (images.width, images.height, images.picture_tokens) == (80, 48, 15)
+    # one picture of 72 x 48 (12 tokens) or two of 80 x 48, of 8 pixels and 2 x 2 patches
+    assert images.tokens == 13 * 12 + 13 * 30
+    assert 0.3 < images.token_share < 0.6

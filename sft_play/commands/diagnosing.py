@@ -117,6 +117,6 @@ def _doctor(request: Request) -> CommandResult:
         refuse_impossible_strategy(config, machine, strategy)
         layouts = (strategy,) if strategy else layout_choices(machine.ranks)
         plan = plan_run(config, machine, layouts=layouts, include_suggestions=False)
-        return PlannedRun(config, load_run_model_shape(config), plan)
+        return PlannedRun(config, load_run_model_shape(config, plan.row_tokens), plan)
 
     return command_result(run_doctor(planner, options, uses_cpu=uses_cpu))

@@ -756,7 +756,8 @@ def refuse_impossible_strategy(
     """Raises ConfigError for a named layout that cannot run."""
     if strategy is None:
         return
-    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
+    shape = load_run_model_shape(config, cached_row_tokens(config))
+    possible, refused = find_layouts(config, shape, hardware, named=strategy)
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return

@@ -690,6 +690,8 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
     elif rows.longest < rows.limit or rows.cut == 0:
         cut_text = "none cut"
     count_text = f"{rows.rows:,} rows of {name}"
+    if rows.images is not None:
+        count_text += f" ({rows.images.rows:,} with images)"
     if rows.sampled_rows:
         count_text = f"about {count_text}, by a sample of {rows.sampled_rows:,}"
     return f"Data: {count_text}, longest {rows.longest:,} tokens, {cut_text}"

@@ -25,7 +25,12 @@ from sft_play.planner.candidates import (
 from sft_play.planner.kernels import CountedKernels
 from sft_play.planner.layout import ImpossibleLayout, Layout, LayoutName
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.planner.memory.model_states import adapter_params, trained_parameters, trains_vision
+from sft_play.planner.memory.model_states import (
+    adapter_params,
+    trained_parameters,
+    trained_vision_params,
+    trains_vision,
+)
 from sft_play.planner.memory.step_memory import create_step_simulation, measure_vision
 from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
 from sft_play.planner.precision import DTYPE_BYTES, DtypeName, Precision, adapter_dtype
@@ -98,7 +103,7 @@ def count_parameters(
         )
         experts = ExpertParameters(expert_params, on_experts * (not is_full))
     counts = ParameterCounts(
-        total=shape.params,
+        total=shape.params + trained_vision_params(config, shape),
         quantised=shape.packable_params * is_nf4,
         quantised_dtype="nf4" if is_nf4 else None,
         adapters=0,

@@ -20,7 +20,12 @@ from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import AverageMicroSteps
 from sft_play.planner.kernels import plan_experts, plan_kernels
-from sft_play.planner.memory.model_states import adapter_params, streamed_bytes, trained_parameters
+from sft_play.planner.memory.model_states import (
+    adapter_params,
+    streamed_bytes,
+    trained_parameters,
+    trained_vision_params,
+)
 from sft_play.planner.memory.step_memory import Step, measure_vision
 from sft_play.planner.memory.structure import ElementBytes, is_target
 from sft_play.planner.pass_work import (
@@ -518,9 +523,9 @@ class _Roofline:
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
         micro_s = sum(seconds_by_part.values()) + sum(slow_code.values())
         is_full = self.config.tuning.mode == "full"
-        params = (
-            self.shape.params if is_full else adapter_params(self.shape, self.config.tuning.lora)
-        )
+        params = adapter_params(self.shape, self.config.tuning.lora)
+        if is_full:
+            params = self.shape.params + trained_vision_params(self.config, self.shape)
         stepped_params = params / (layout.shard if layout.shards_states else 1)
         stepped_params /= layout.tensor_parallel
         optimizer_s = host_s = 0.0

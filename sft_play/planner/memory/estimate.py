@@ -18,6 +18,7 @@ from sft_play.planner.memory.model_states import (
     nf4_bytes,
     paged_bytes,
     resident_bytes,
+    trained_vision_params,
     vision_resident_bytes,
     weight_bytes,
 )
@@ -57,7 +58,10 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         adapter_itemsize = (
             4 if upcasts and not simulation.is_nf4 else simulation.loaded_element_bytes.adapters
         )
-        units_bytes = [trained_itemsize * shape.embedding_table_params]
+        # the first of them with a vision tower that trains
+        units_bytes = [
+            trained_itemsize * (shape.embedding_table_params + trained_vision_params(config, shape))
+        ]
         for kind in shape.layers:
             packed_sizes = kind.packable_sizes if simulation.is_nf4 else ()
             adapter_params = block_adapter_params(kind, config.tuning.lora) * (

@@ -152,6 +152,13 @@ def trains_vision(config: RunConfig, shape: ModelShape) -> bool:
     return shape.vision is not None and config.tuning.mode == "full" and config.tuning.train_vision
 
 
+def trained_vision_params(config: RunConfig, shape: ModelShape) -> int:
+    """Parameters of the vision tower and projector where they train in full; else 0."""
+    if shape.vision is None or not trains_vision(config, shape):
+        return 0
+    return shape.vision.weights.params
+
+
 def trained_parameters(
     config: RunConfig, shape: ModelShape, element_bytes: ElementBytes
 ) -> TrainedParameters:
@@ -161,11 +168,8 @@ def trained_parameters(
         linear_sides = sum(
             count * (linear.inputs + linear.outputs) for linear, count in shape.linears
         )
-        vision_params = 0
-        if shape.vision is not None and trains_vision(config, shape):
-            vision_params = shape.vision.weights.params
         return TrainedParameters(
-            shape.params - shape.untrained_params + vision_params,
+            shape.params - shape.untrained_params + trained_vision_params(config, shape),
             element_bytes.weights,
             trains_embedding=True,
             trains_head=True,
@@ -378,7 +382,7 @@ def vision_resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -
     if shape.vision is None:
         return 0
     total = shape.vision.weights.resident_bytes(itemsize)
-    return total - itemsize * shape.vision.weights.params * trains_vision(config, shape)
+    return total - itemsize * trained_vision_params(config, shape)
 
 
 # Blocks of a streamed base that are on the device at once: the one that computes, and the next.
@@ -612,18 +616,20 @@ def build_gather_buffers(
     is_nf4: bool,
     lora: LoraConfig | None,
     tensor_parallel_ranks: int,
+    vision_params: int = 0,
     **fields: Any,
 ) -> GatherBuffers:
     """The units of a model, `itemsize` bytes for what is gathered unpacked, with the adapters of
-    `lora`, and the other fields. Of blocks that tensor-parallel ranks share, the gathered part is
-    one rank's."""
+    `lora`, and the other fields; a vision tower that trains is in the last unit. Of
+    blocks that tensor-parallel ranks share, the gathered part is one rank's."""
     unit_bytes = [
         _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks
         for kind in shape.layers
     ]
     table_bytes = itemsize * shape.embedding_table_params
     blocks = tuple(unit_bytes[index] for index in shape.layer_order)
-    return GatherBuffers(blocks, table_bytes * (not shape.tied), table_bytes, **fields)
+    tail_bytes = table_bytes + itemsize * vision_params
+    return GatherBuffers(blocks, table_bytes * (not shape.tied), tail_bytes, **fields)
 
 
 def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None) -> int:

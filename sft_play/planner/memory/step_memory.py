@@ -33,6 +33,7 @@ from sft_play.planner.memory.model_states import (
     resident_bytes,
     tensor_parallel_parameters,
     trained_parameters,
+    trained_vision_params,
     trains_vision,
     vision_resident_bytes,
     zero_bucket_bytes,
@@ -225,6 +226,7 @@ class StepMemorySimulation:
             is_nf4=self.is_nf4 and layout.shards_params,
             lora=None if self.is_full else config.tuning.lora,
             tensor_parallel_ranks=layout.tensor_parallel,
+            vision_params=trained_vision_params(config, shape),
             # with adapters a unit's gradients are about as small a part of it as the adapters are
             # of the model
             trained_share=(
@@ -461,7 +463,7 @@ class StepMemorySimulation:
             bucket_bytes = zero_bucket_bytes(
                 layout,
                 self.trained_parameters.params,
-                self.shape.params,
+                self.shape.params + trained_vision_params(self.config, self.shape),
                 self.shape.hidden_size,
                 packed_params=self.shape.packable_params * self.is_nf4,
                 reduces_in_fp32=DTYPE_BYTES[sync.reduced_dtype] > DTYPE_BYTES[sync.computed_dtype],
