@@ -25,8 +25,10 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.files import find_data_paths, find_source
 from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.images import Picture
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.row_images import split_at_images
 from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.finished.export.checks import merge_test
 from sft_play.finished.export.merge import ensure_whole_model_folder
@@ -49,6 +51,8 @@ from sft_play.finished.respond import (
     evenly_spaced_indices,
     load_held_out_rows,
     measure_both_models,
+    require_images,
+    written_images,
 )
 from sft_play.finished.run import (
     FinishedRun,
@@ -83,9 +87,10 @@ from sft_play.runs.folder import write_json, write_text
 from sft_play.runs.lookup import lock_run
 from sft_play.text import align_columns
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
-from sft_play.training.loop.rows import Collator, row_lengths
+from sft_play.training.loop.rows import PICTURES, Collator, row_lengths
 from sft_play.training.measure.exact_match import Question, build_questions, select_questions
 from sft_play.training.model.fused_head import fused_head
+from sft_play.training.model.vision import find_vision
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -104,6 +109,9 @@ RowFigures = list[dict[str, Any]]
 # TRL's fused head gives the log-probability of each trained token without whole logits: only tiles
 # of at most 4,096 tokens by 32,768 words of the vocabulary exist at a time. The trainer evaluates
 # through the same head.
+_SCORED_COLUMNS = ("input_ids", "labels", PICTURES)
+
+
 class RowScore(NamedTuple):
     """How well a model predicts the trained tokens of one row."""
 
@@ -124,7 +132,8 @@ def score_rows(
 
     Args:
         model: a causal language model, with an adapter or without; it is left as it was.
-        rows: with `input_ids` and `labels` (-100: not trained); a Dataset is read batch by batch.
+        rows: with `input_ids` and `labels` (-100: not trained), and `images` where they have any;
+            a Dataset is read batch by batch.
         max_batch_tokens: tokens of a batch, with padding; halved where memory runs out.
         autocast_dtype: the dtype of matrix products; None for that of the weights. A run's is
             `compute_dtype(run)`.
@@ -154,7 +163,8 @@ def score_rows(
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, max_batch_tokens // longest)]
                 batch_rows = [
-                    {name: rows[index][name] for name in ("input_ids", "labels")} for index in batch
+                    {name: row[name] for name in _SCORED_COLUMNS if name in row}
+                    for row in (rows[index] for index in batch)
                 ]
                 try:
                     scores |= dict(
@@ -194,7 +204,9 @@ def score_rows_of_run(run: FinishedRun, model: Any, rows: Sequence[Any]) -> list
 def _score_batch(
     model: Any, batch_rows: Sequence[dict[str, Any]], autocast_dtype: torch.dtype | None
 ) -> list[RowScore]:
-    batch = Collator(pad_id=0)(batch_rows)  # padding is masked: which token it is does not matter
+    vision = find_vision(model)
+    # padding is masked: which token it is does not matter
+    batch = Collator(pad_id=0, images=None if vision is None else vision.images)(batch_rows)
     dtype = autocast_dtype or next(model.parameters()).dtype
     with torch.autocast(
         model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)
@@ -277,10 +289,12 @@ def load_eval_rows(
         }
         built = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
         questions = {
-            position: (question, list(chat.messages[:-1]))
+            position: (question, list(map(split_at_images, chat.messages[:-1])))
             for (position, chat), question in zip(chats.items(), built, strict=True)
             if question is not None
         }
+    if split_rows.stats.image_rows:
+        require_images(run, data or f"the {split} split")
     rows = split_rows.rows.select(row_indices)
     return EvalRows(split, data, rows, row_indices, split_size, questions, rows_trained_on)
 
@@ -636,6 +650,8 @@ def _rows_jsonl(
         if position in rows.questions:
             question, messages = rows.questions[position]
             record |= {"prompt": messages, "reference": question.reference}
+            if question.images:
+                record["images"] = written_images(question.images)
         else:
             record["text"] = tokenizer.decode(rows.rows[position]["input_ids"])
         record |= {"base": base_figures[position], "tuned": tuned_figures[position]}
@@ -648,7 +664,8 @@ def _rows_jsonl(
 # than a model has positions.
 _MAX_ROW_TOKENS = 512
 
-LabelledRow = dict[str, list[int]]
+# `input_ids` and `labels`, and `images` where a row has any.
+LabelledRow = dict[str, list[Any]]
 
 
 def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
@@ -702,7 +719,9 @@ def judge_run(
     with lock_run(run.folder):
         held_out_rows = load_held_out_rows(run)
         rows, left_out = distinct_rows(held_out_rows, max_rows)
-        provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        # bytes are those of pictures that are in no file of their own
+        rows_json = json.dumps(rows, default=lambda value: hashlib.sha256(value).hexdigest())
+        provenance["rows_sha256"] = hashlib.sha256(rows_json.encode()).hexdigest()
         evidence = _measure_losses(
             run,
             held_out_rows,
@@ -761,11 +780,14 @@ def _measure_losses(
             getattr(model.config.get_text_config(), "max_position_embeddings", None)
             or _MAX_ROW_TOKENS
         )
-        # rows of the general sample may be longer than what a small model reads
+        # rows of the general sample may be longer than what a small model reads; a row with images
+        # keeps all of their tokens
         scores = []
         for row_set in (rows, texts, chats):
             shortened = [
-                {column: values[:max_positions] for column, values in row.items()}
+                row
+                if row.get(PICTURES)
+                else {column: values[:max_positions] for column, values in row.items()}
                 for row in row_set
             ]
             scores.append(score_rows_of_run(run, model, shortened))
@@ -798,9 +820,12 @@ def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[Labelled
     trained_digests, distinct = set(held_out_rows.train.stats.digests), {}
     for index in candidate_indices:
         row = held_out_rows.split.rows[index]
-        digest = token_digest(row["input_ids"])
+        pictures = row.get(PICTURES) or ()
+        digest = token_digest(row["input_ids"], [Picture(**picture) for picture in pictures])
         if digest not in trained_digests:
             distinct[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+            if pictures:
+                distinct[digest][PICTURES] = list(pictures)
     rows = list(distinct.values())
     selected = [rows[index] for index in evenly_spaced_indices(len(rows), count)]
     return selected, len(candidate_indices) - len(rows)

@@ -31,8 +31,15 @@ from sft_play.data.sources.formats import (
     rename_columns,
     to_example,
 )
+from sft_play.data.sources.images import IMAGE_MARK, Picture, find_picture
 from sft_play.data.sources.messages import Message, drop_author_messages, quote_value, unpack_json
 from sft_play.data.sources.raw import BadRow, RawRow, read_text_blocks, require_file
+from sft_play.data.sources.row_images import (
+    ROW_IMAGE_COLUMNS,
+    UNTRAINED_MEDIA_COLUMNS,
+    holds_media,
+    split_at_images,
+)
 from sft_play.errors import DataError, ModelError
 from sft_play.finished.run import (
     FinishedRun,
@@ -69,8 +76,9 @@ from sft_play.training.model.model_loading import (
     silence_load_report,
 )
 from sft_play.training.model.streamed_base import stream_base
+from sft_play.training.model.vision import load_vision, prepare_generation
 from sft_play.training.prepare.device_checks import free_memory
-from sft_play.training.prepare.model_spec import build_model_spec
+from sft_play.training.prepare.model_spec import build_model_spec, model_location
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 T = TypeVar("T")
@@ -92,7 +100,9 @@ def load_trained_model(run: FinishedRun) -> Any:
     with the adapter on it, in the precision of the run (NF4 for QLoRA), or the whole trained model.
     Raises ModelError where the base is gone or another one, or weights are missing."""
     if not run.is_adapter:
-        return load_model_folder(run.weights, dtype=TORCH_DTYPES[run.plan().precision.load])
+        return load_model_folder(
+            run.weights, dtype=TORCH_DTYPES[run.plan().precision.load], images=image_source(run)
+        )
     return load_adapter(load_base_model(run), run.weights)
 
 
@@ -110,6 +120,17 @@ def load_base_model(run: FinishedRun) -> Any:
     packs_on = device if is_streamed and device.type == "cuda" else None
     home = "cpu" if is_streamed else str(device)
     model = load_model(config, precision, spec, device=home, packs_on=packs_on)
+    images = image_source(run)
+    if images is not None:
+        load_vision(
+            model,
+            name=config.model.name,
+            location=model_location(config),
+            revision=config.model.revision,
+            images=images,
+            dtype=TORCH_DTYPES[precision.load],
+            device=device,
+        )
     if is_streamed:
         stream = stream_base(model, device)
         logger.info(
@@ -120,6 +141,20 @@ def load_base_model(run: FinishedRun) -> Any:
     # training switches it off; without it each new token reads the whole prompt again
     model.config.use_cache = True
     return model.eval()
+
+
+def image_source(run: FinishedRun) -> ImageProcessorSource | None:
+    """Where the processor of the run's images is; None for a run on text alone."""
+    return ImageProcessorSource.from_config(run.config) if run.has_images else None
+
+
+def require_images(run: FinishedRun, subject: str) -> None:
+    """Raise DataError where the run was trained on text alone, and `subject` has images."""
+    if not run.has_images:
+        raise DataError(
+            f"{subject} has images, and {run.folder.path} was trained on text alone; its model"
+            " takes none"
+        )
 
 
 def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
@@ -154,9 +189,12 @@ def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> t
     return base_result, tuned_result
 
 
-def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
+def load_model_folder(
+    folder: Path, *, dtype: torch.dtype | None = None, images: ImageProcessorSource | None = None
+) -> Any:
     """Load a whole model, in eval mode on the first GPU or the CPU; without `dtype` in the dtype of
-    its files. Raises ModelError where it cannot be loaded."""
+    its files. With `images` it answers rows with images, by the tower in the folder. Raises
+    ModelError where it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     attention_functions.enable_cudnn(enabled=False)
@@ -169,7 +207,7 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             raise ModelError(
                 f"{folder} holds quantised weights, and no run of this toolkit saves such"
             )
-        config, key_mapping = prepare_text_config(full_config), None
+        config, tower, key_mapping = prepare_text_config(full_config), None, None
         if config is not full_config:  # of an image-text model its language model
             fit_tied_embeddings(full_config, config, lambda: set(open_tensors(folder)))
             with torch.device("meta"):
@@ -193,6 +231,17 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}"
         ) from error
     require_all_weights(model, loading_info, str(folder))
+    if images is not None:
+        model.sft_tower = tower
+        load_vision(
+            model,
+            name=str(folder),
+            location=str(folder),
+            revision=None,
+            images=images,
+            dtype=model.dtype,
+            device=model.device,
+        )
     return model.eval()
 
 
@@ -281,22 +330,26 @@ class Responder:
         messages: Sequence[Message],
         tools: tuple[Any, ...] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        images: tuple[Picture, ...] = (),
     ) -> list[int]:
         """Tokenise a conversation that ends before the assistant's turn, as training did before an
-        answer. Raises DataError where the chat template refuses these messages."""
+        answer; `images` are the pictures of its `IMAGE_MARK`s. Raises DataError where the chat
+        template refuses these messages, or the model takes no images."""
+        if images:
+            require_images(self.run, "a prompt")
         if self.run.config.task_mode == "cpt":
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])
         # the answer itself is not rendered
         turns = (*messages, {"role": "assistant", "content": "."})
         prompt = self.renderer.prompt_ids(
-            Chat("", turns, tools, template_kwargs=template_kwargs or {})
+            Chat("", turns, tools, template_kwargs=template_kwargs or {}, images=images)
         )
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
                 f"the chat template of {self.run.folder.path} cannot render turns of these roles:"
-                f" {roles}"
+                f" {roles}{' with their images' if images else ''}"
             )
         return prompt
 
@@ -341,11 +394,18 @@ class Responder:
                 try_batch=try_batch,
             )
 
-    def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
-        """The texts of greedy answers to prompts."""
-        answers = self.answers(
-            [Question(ids, "", "") for ids in prompts], max_new_tokens=max_new_tokens
-        )
+    def answer_texts(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_new_tokens: int,
+        images: Sequence[tuple[Picture, ...]] = (),
+    ) -> list[str]:
+        """The texts of greedy answers to prompts; `images` are those of each, empty where none has
+        any."""
+        pictures = images or [()] * len(prompts)
+        questions = [Question(ids, "", "", row) for ids, row in zip(prompts, pictures, strict=True)]
+        answers = self.answers(questions, max_new_tokens=max_new_tokens)
         return [answer.text for answer in answers]
 
     @torch.no_grad()
@@ -356,9 +416,10 @@ class Responder:
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
+        images: Sequence[Picture] = (),
     ) -> str:
         """Generate one answer, and show each piece of its text as it comes; greedy at temperature
-        0. Ctrl-C ends it; what has come is returned."""
+        0. `images` are the prompt's. Ctrl-C ends it; what has come is returned."""
         streamer = _TextStreamer(self.tokenizer, self.stop_ids, show)
         # without what a base's generation config sets for sampling: transformers would warn of it
         sampling: dict[str, Any] = {
@@ -371,9 +432,11 @@ class Responder:
             sampling = {"do_sample": True, "temperature": temperature}
         ids_BT = torch.tensor([prompt_ids], device=self.model.device)
         with contextlib.suppress(KeyboardInterrupt), _training_autocast(self.run, self.model):
-            self.model.generate(
+            generator, inputs = prepare_generation(self.model, ids_BT, [images])
+            generator.generate(
                 input_ids=ids_BT,
                 attention_mask=torch.ones_like(ids_BT),
+                **inputs,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=self.stop_ids,
                 pad_token_id=self.tokenizer.pad_token_id,
@@ -415,8 +478,9 @@ class _TextStreamer:
 
 
 CHAT_HELP = (
-    "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the"
-    " adapter off and on · /both answers with and without it · /exit"
+    "/reset forgets the conversation · /system TEXT sets the system prompt · /image FILE adds an"
+    " image to the next question · /base switches the adapter off and on · /both answers with and"
+    " without it · /exit"
 )
 
 
@@ -431,6 +495,8 @@ class Conversation:
     temperature: float = 0.0
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    # Those of the messages, then those of the next question.
+    images: list[Picture] = field(default_factory=list)
     uses_base: bool = False
     compares_base: bool = False
     has_ended: bool = False
@@ -443,10 +509,12 @@ class Conversation:
         if text.startswith("/"):
             self._run_command(*text[1:].split(maxsplit=1))
             return
-        conversation: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        images = tuple(self.images)
+        question = IMAGE_MARK * (len(images) - self._asked_images) + line.replace(IMAGE_MARK, "")
+        conversation: list[Message] = [*self.messages, {"role": "user", "content": question}]
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            prompt_ids = self.responder.prompt_ids([*system, *conversation])
+            prompt_ids = self.responder.prompt_ids([*system, *conversation], images=images)
         except DataError as error:
             self.show(f"({error})\n")
             return
@@ -461,9 +529,28 @@ class Conversation:
                     self.show,
                     max_new_tokens=self.max_new_tokens,
                     temperature=self.temperature,
+                    images=images,
                 )
             self.show("\n")
+        answer = answer.replace(IMAGE_MARK, "")
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
+
+    @property
+    def _asked_images(self) -> int:
+        return sum(str(message["content"]).count(IMAGE_MARK) for message in self.messages)
+
+    def _add_image(self, value: str) -> str:
+        """Add the picture to the next question; returns what is said of it."""
+        if not value:
+            return "/image needs a file: /image photo.png"
+        try:
+            require_images(self.responder.run, "the question")
+            picture = find_picture(value, str(Path.cwd()), self.responder.run.config.data)
+        except DataError as error:
+            return str(error)
+        self.images.append(picture)
+        size = f"{picture.width:,} x {picture.height:,}"
+        return f"{picture.name}, {size}, goes with the next question"
 
     def _run_command(self, name: str = "", argument: str = "") -> None:
         reply = CHAT_HELP
@@ -471,15 +558,17 @@ class Conversation:
             self.has_ended = True
             return
         if name == "reset":
-            self.messages = []
+            self.messages, self.images = [], []
             reply = "the conversation is empty"
         elif name == "system":
             # answers so far were given under another system prompt
-            self.system, self.messages = argument or None, []
+            self.system, self.messages, self.images = argument or None, [], []
             reply = (
                 f"the system prompt is {'set' if argument else 'removed'};"
                 " the conversation is empty"
             )
+        elif name == "image":
+            reply = self._add_image(argument.strip())
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             reply = "this run trained all weights: there is no adapter to switch off"
         elif name == "base":
@@ -510,6 +599,7 @@ class Prompt:
     reference: str | None = None
     extra_columns: Mapping[str, Any] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Picture, ...] = ()
 
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
@@ -522,7 +612,9 @@ class Prompt:
         fields: dict[str, Any] = {
             new_names.get(name, name): value for name, value in self.extra_columns.items()
         }
-        fields["messages"] = drop_author_messages(self.messages)
+        fields["messages"] = list(map(split_at_images, drop_author_messages(self.messages)))
+        if self.images:
+            fields["images"] = written_images(self.images)
         if self.tools:
             fields["tools"] = self.tools
         if self.template_kwargs:
@@ -530,6 +622,11 @@ class Prompt:
         if self.reference is not None:
             fields["reference"] = self.reference
         return dict(json.loads(json.dumps(fields, default=str)))
+
+
+def written_images(pictures: Sequence[Picture]) -> list[str]:
+    """Pictures as files hold them: by their path, or as data URIs."""
+    return [picture.path or picture.data_uri for picture in pictures]
 
 
 @dataclass(frozen=True)
@@ -609,6 +706,8 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
             f"{question} is {quote_value(question_value)}, and has to be text or a list of messages"
         )
     names = {*row_format.required_columns, *row_format.optional_columns} - {"reasoning"}
+    media_columns = (*ROW_IMAGE_COLUMNS, *UNTRAINED_MEDIA_COLUMNS)
+    names |= {column for column in media_columns if holds_media(row.get(column))}
     format_columns = {key: value for key, value in row.items() if key in names}
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the
     # same code
@@ -624,8 +723,13 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
         ):
             is_open = True  # a list of [question, answer] is never open
             format_columns[question] = [*question_value, {"role": "assistant", "content": "."}]
+    image_options = DataConfig(
+        fetch_images=data.fetch_images, max_image_megapixels=data.max_image_megapixels
+    )
     example = apply_style(
-        to_example(RawRow(raw.where, format_columns), row_format, DataConfig()), raw, data.style
+        to_example(RawRow(raw.where, format_columns, folder=raw.folder), row_format, image_options),
+        raw,
+        data.style,
     )
     if not isinstance(example, Chat):
         return str(example).removeprefix(f"{raw.where}: ")
@@ -646,6 +750,7 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
             if key not in format_columns
         },
         example.template_kwargs,
+        example.images,
     )
 
 
@@ -657,6 +762,8 @@ def infer(
     continued. Raises DataError where a row is not a prompt, or `answers_path` holds answers to
     other prompts or of other weights."""
     prompts = read_prompts(prompts_path, run.config.data)
+    if any(prompt.images for prompt in prompts):
+        require_images(run, f"INPUT={one_line(str(prompts_path))}")
     # weights and not only the name: a run of the same name may have been trained again
     digest = str(base_weights_identity(str(run.weights), None)["sha256"])[:12]
     provenance = f"{run.folder.path.name} {digest} max_new_tokens={max_new_tokens}"
@@ -667,10 +774,16 @@ def infer(
             for offset in range(answered_count, len(prompts), _CHUNK_PROMPTS):
                 chunk = prompts[offset : offset + _CHUNK_PROMPTS]
                 prompt_ids = [
-                    responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs)
+                    responder.prompt_ids(
+                        prompt.messages, prompt.tools, prompt.template_kwargs, prompt.images
+                    )
                     for prompt in chunk
                 ]
-                answers = responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens)
+                answers = responder.answer_texts(
+                    prompt_ids,
+                    max_new_tokens=max_new_tokens,
+                    images=[prompt.images for prompt in chunk],
+                )
                 for prompt, answer in zip(chunk, answers, strict=True):
                     fields = {**prompt.output_fields, "answer": answer, "by": provenance}
                     file.write(json.dumps(fields, ensure_ascii=False) + "\n")

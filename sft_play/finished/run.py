@@ -73,6 +73,12 @@ class FinishedRun:
         """True if the adapter was trained on NF4 weights."""
         return self.config.tuning.mode == "qlora"
 
+    @property
+    def has_images(self) -> bool:
+        """True if rows that it was trained on or measured with have images."""
+        parts = (self.manifest.get("data") or {}).values()
+        return any((part.get("report") or {}).get("image_rows") for part in parts)
+
     def plan(self) -> Plan:
         """The plan that the run was trained by; raises RunFolderError where it cannot be read."""
         path = self.folder.path / "plan.json"

@@ -323,7 +323,14 @@ class RowStats:
             "shared": self.shared_rows,
             "noted": dict(self.notes),
             "unused": sorted({name for name, _, _ in self.unused_columns}),
+            **self._image_counts(),
         }
+
+    def _image_counts(self) -> dict[str, int]:
+        if not self.image_rows:
+            return {}
+        names = ("image_rows", "images", "image_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def short_line(self, *, max_seq_len: int) -> str:
         """The rows in one line: how many, the trained share, the longest, and how many were cut; or

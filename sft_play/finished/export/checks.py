@@ -36,6 +36,7 @@ from sft_play.finished.respond import (
     build_run_renderer,
     default_device,
     evenly_spaced_indices,
+    image_source,
     load_held_out_rows,
     load_model_folder,
     load_trained_model,
@@ -51,9 +52,11 @@ from sft_play.log import one_line
 from sft_play.process.waiting import report_each
 from sft_play.runs.folder import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
+from sft_play.training.loop.rows import PICTURES, Collator
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import attention_functions
 from sft_play.training.model.language_model import prepare_text_config
+from sft_play.training.model.vision import find_vision
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -164,7 +167,7 @@ def merge_test(
     # one model at a time: two whole ones may be more than fits
     del model, base_log_probs
     free_memory()
-    model = load_model_folder(target)
+    model = load_model_folder(target, images=image_source(run))
     dtypes.add(str(model.dtype))
     merged_log_probs = log_probs(model, sample_rows)
     del model
@@ -212,15 +215,19 @@ RowLogProbs = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[RowLogProbs]:
+def log_probs(model: Any, rows: Sequence[dict[str, Any]]) -> list[RowLogProbs]:
     """Compute, for each row, the log-probabilities of the next token at its first `MAX_POSITIONS`
     trained positions."""
-    row_log_probs = []
+    row_log_probs, vision = [], find_vision(model)
     for row in report_each("Comparing models", rows, unit="rows", count=len(rows)):
-        ids_BT = torch.tensor([row["input_ids"]], device=model.device)
+        inputs = {"input_ids": torch.tensor([row["input_ids"]])}
+        if vision is not None:
+            inputs = Collator(pad_id=0, images=vision.images)([row])
+            del inputs["labels"]
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         labels_T = torch.tensor(row["labels"])[1:]
         positions = torch.nonzero(labels_T >= 0).flatten()[:MAX_POSITIONS]
-        logits_PV = model(input_ids=ids_BT, use_cache=False).logits[0, positions.to(model.device)]
+        logits_PV = model(**inputs, use_cache=False).logits[0, positions.to(model.device)]
         row_log_probs.append(
             (torch.log_softmax(logits_PV.float(), dim=-1).cpu(), labels_T[positions])
         )
@@ -313,7 +320,8 @@ class EnginePrompts:
         )
 
     def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:
-        """Prompts of a split's rows, at most `count`, evenly spaced over them."""
+        """Prompts of a split's rows, at most `count`, evenly spaced over them; without those that
+        have images, whose tokens are the processor's."""
         if self.is_plain_text:
             rows = (
                 split.rows[index]["input_ids"]
@@ -340,6 +348,8 @@ class EnginePrompts:
 
     def _chat_prompt(self, chat: Chat) -> PairedPrompt | None:
         """Pair a chat's prompts; None where training makes none of it, or an engine cannot."""
+        if chat.images:
+            return None
         prompt = self._renderer.prompt_ids(chat)
         # an engine is sent text, in which the name of a special token is the token
         if prompt is None or self._renderer.hides_special_tokens(chat.messages[:-1]):
@@ -453,6 +463,8 @@ def export_test(
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
     kl_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
+    # what transformers reads of a GGUF is the language model
+    kl_rows = [row for row in kl_rows if not row.get(PICTURES)]
     tensor_types, embedding_rows = _read_tensor_types(file)
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
@@ -477,6 +489,8 @@ def export_test(
 
     comparison, base_divergence = None, None
     try:
+        if not kl_rows:
+            raise ModelError("the rows looked at all have images, which are not compared")
         model = load_gguf(file, model_folder, embedding_rows=embedding_rows)
     except ModelError as error:
         checks.append(ExportCheck("Answers", None, str(error)))

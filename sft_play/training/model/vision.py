@@ -214,6 +214,7 @@ def prepare_generation(
     types = processor.token_types(ids_BT.tolist())
     inputs = tensors | {name: torch.tensor(rows) for name, rows in types.items()}
     vision.full_model.generation_config = model.generation_config
+    vision.full_model.lm_head = model.get_output_embeddings()  # with its adapter
     return vision.full_model, {name: value.to(ids_BT.device) for name, value in inputs.items()}
 
 
