@@ -64,7 +64,7 @@ def test_a_pass_without_bytes_takes_what_a_real_one_takes(name: str, folders: An
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     log = StorageLog()
     with torch.no_grad(), log:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*model.parameters(), *model.buffers(), *picture.values()):
             log.record_tensor(tensor)
         log.peak = before = log.current
         output = model.get_image_features(**picture, return_dict=True)
@@ -180,6 +180,44 @@ def test_estimate_and_trace_count_a_frozen_tower_alike(kind: str, mode: str) -> 
         traced = record_step(step_settings(config, fields, shape, precision, step)).peak
         assert estimate.allocated == pytest.approx(traced, rel=0.01), (checkpointed, pictures, estimate.terms)
         assert estimate.terms["images"] > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "internvl"])
+def test_the_whole_class_peaks_where_the_estimate_says(kind: str) -> None:
+    """Its own forward pass over real numbers, two pictures among 768 tokens, the tower frozen: at the peak it looks."""
+    text, vision, picture, tokens = CLASSES[kind]
+    config = AutoConfig.for_model(kind, text_config={**text, "vocab_size": 2000}, vision_config=vision)
+    setattr(config, "image_token_id" if kind == "internvl" else "image_token_index", 5)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.requires_grad_(requires_grad=False)
+    for part in (model.get_decoder(), model.get_output_embeddings()):
+        part.requires_grad_(requires_grad=True)
+    ids = torch.full((1, 768), 7)
+    for first in (10, 400):
+        ids[:, first : first + tokens] = 5
+    batch = {key: torch.cat([one, one]) for key, one in picture.items()} | {"input_ids": ids}
+    if kind == "gemma3":
+        batch["token_type_ids"] = (ids == 5).long()
+    log = StorageLog()
+    with log:
+        for tensor in (*model.parameters(), *model.buffers()):
+            log.record_tensor(tensor)
+        log.peak = before = log.current
+        for tensor in batch.values():
+            log.record_tensor(tensor)
+        model(**batch, use_cache=False)
+    settings = StepSettings(model={}, mode="full", weights="float32", autocast=None, attention="eager")
+    measured = measure_vision_pass(config.to_dict(), settings, picture, name="m")
+    _, shape = class_with_pictures(kind)
+    assert shape.vision is not None
+    shape = replace(
+        load_planned_shape(config.to_dict(), name="m"), vision=replace(shape.vision, meter=lambda *_: measured)
+    )
+    options = {"attention": "eager", "loss": "logits", "checkpointed_layers": 0, "padded": kind == "gemma3"}
+    step = Step(1, 1, 768, pictures=2, on_gpu=False, saves=False, **options)
+    estimate = estimate_memory(run_of("{mode: full}"), shape, Precision("float32", "float32", ""), step)
+    resident = estimate.terms["weights"] + estimate.terms["optimizer"]
+    assert estimate.moments["forward"] - resident == pytest.approx(log.peak - before, rel=0.01)
 
 
 def test_a_tower_that_trains_takes_gradients_and_states() -> None:
@@ -328,7 +366,7 @@ def test_pictures_are_counted_with_the_rows(tmp_path: Path, folders: Any) -> Non
     """40 rows with no, one and two pictures in turn, of 64, 72 and 80 by 48 pixels: the widest has 5 x 3 tokens."""
     from PIL import Image
 
-    from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens
+    from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, load_row_tokens
 
     rows = []
     for number in range(40):
@@ -352,3 +390,4 @@ def test_pictures_are_counted_with_the_rows(tmp_path: Path, folders: Any) -> Non
     # one picture of 72 x 48 (12 tokens) or two of 80 x 48, of 8 pixels and 2 x 2 patches
     assert images.tokens == 13 * 12 + 13 * 30
     assert 0.3 < images.token_share < 0.6
+    assert load_row_tokens(loaded.config) == counted

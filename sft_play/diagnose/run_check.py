@@ -26,7 +26,7 @@ from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.launch.planning import plan_run, refusals, require_usable_hardware
 from sft_play.launch.request import LaunchOptions
-from sft_play.launch.row_survey import has_variable_lengths
+from sft_play.launch.row_survey import has_variable_lengths, load_row_tokens
 from sft_play.launch.run_hardware import go_offline_without_hub, mesh_hardware, restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
@@ -426,7 +426,10 @@ class _RunChecks:
         # blocks of text and packs are full, whatever their rows have
         if has_variable_lengths(config):
             rows = self._row_tokens()
-        shape = load_run_model_shape(config)
+        # what they show is counted where they are built, for the run too
+        if any(survey.image_rows for survey in self._surveys.values()):
+            rows = load_row_tokens(config)
+        shape = load_run_model_shape(config, rows)
         plan = plan_run(config, mesh_hardware(config, hardware), rows=rows)
         self._planned_run = PlannedRun(config, shape, plan)
         require_fit(plan, config)

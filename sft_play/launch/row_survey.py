@@ -89,6 +89,14 @@ def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
                 _count_tokens(stage_run.config)
 
 
+def load_row_tokens(config: RunConfig) -> RowTokens | None:
+    """The lengths and pictures of all rows, counted now where they were not before; None where rows
+    do not differ. Raises SftPlayError as `count_row_tokens`."""
+    if has_variable_lengths(config) and not has_counted_rows(config):
+        _count_tokens(config)
+    return cached_row_tokens(config)
+
+
 def count_row_tokens_if_quick(
     loaded: LoadedConfig,
     *,

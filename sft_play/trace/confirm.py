@@ -82,7 +82,7 @@ TRACE_VERSION = 20
 # The same for shapes.
 SHAPE_VERSION = 17
 # The same for vision towers.
-VISION_VERSION = 1
+VISION_VERSION = 2
 _PEAK_ADAPTER, _SHAPE_ADAPTER = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 _VISION_ADAPTER, _PASS_ADAPTER = TypeAdapter(VisionWeights), TypeAdapter(VisionPass)
 # The layouts that a trace can run, by their names there.

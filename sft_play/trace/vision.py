@@ -229,9 +229,10 @@ def _run_pass(
     model: Any, settings: StepSettings, picture: Mapping[str, Any], *, is_trained: bool
 ) -> VisionPass:
     with _pass_context(model, settings) as (log, sizes):
-        for tensor in (*model.parameters(), *model.buffers()):
+        # what is there before the pass; a view of it counts as nothing new then
+        for tensor in (*model.parameters(), *model.buffers(), *picture.values()):
             log.record_tensor(tensor)
-        log.peak = weight_bytes = log.current
+        log.peak = before = log.current
         if is_trained and settings.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -239,8 +240,8 @@ def _run_pass(
             output, features = _image_features(model, picture)
         forward = VisionPass(
             pixel_bytes=sum(one.nbytes for one in picture.values()),
-            peak_bytes=log.peak - weight_bytes,
-            feature_bytes=log.current - weight_bytes,
+            peak_bytes=log.peak - before,
+            feature_bytes=log.current - before,
             operations=sizes.operations,
         )
         if not is_trained:
@@ -249,7 +250,7 @@ def _run_pass(
         del output
         torch.autograd.backward(features, [torch.empty_like(one) for one in features])
         gradient_bytes = sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
-        backward_bytes = max(0, log.peak - weight_bytes - gradient_bytes)
+        backward_bytes = max(0, log.peak - before - gradient_bytes)
         return replace(forward, backward_bytes=backward_bytes)
 
 
