@@ -1,6 +1,7 @@
 """Finished runs made without training: any base of random weights with an adapter of random weights, for tests."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ def make_base(folder: Path, model: Any, *, dtype: torch.dtype = torch.float32, *
 
 def finished_run(
     folder: Path, base: Path, *, mode: str = "lora", precision: str = "fp32", seed: int = 0,
-    tokens: tuple[str, ...] = (), **lora: Any,
+    tokens: tuple[str, ...] = (), rows: Sequence[dict[str, Any]] = (), **lora: Any,
 ) -> Path:  # fmt: skip
     """Write the folder of a finished run with a random adapter for `base`; returns it.
 
-    `tokens`: model.add_tokens; `lora`: settings of tuning.lora. The adapter is written by the code that training saves
-    with.
+    `tokens`: model.add_tokens; `lora`: settings of tuning.lora; `rows`: its data, some with images, half of them held
+    out. The adapter is written by the code that training saves with.
     """
     from peft import get_peft_model
 
@@ -44,10 +45,10 @@ def finished_run(
 
     data = folder.parent / f"{folder.name}.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(data, (chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(24)))
+    write_rows(data, rows or (chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(24)))
     run_yaml = folder.parent / f"{folder.name}.yaml"
     run_yaml.write_text(
-        f"model: {{name: {base}, max_seq_len: 64, add_tokens: {json.dumps(tokens)}}}\n"
+        f"model: {{name: {base}, max_seq_len: {512 if rows else 64}, add_tokens: {json.dumps(tokens)}}}\n"
         f"data: {{train_path: {data}, val_path: null, test_path: null, val_fraction: 0.5}}\n"
         f"tuning: {{mode: {mode}, lora: {json.dumps({'r': 4, 'dropout': 0.0, **lora})}}}\n"
         f"train: {{effective_batch_size: 8, max_steps: 2, report_to: [], bf16: {str(precision == 'bf16').lower()}}}\n"
@@ -72,6 +73,11 @@ def finished_run(
     write_json(folder / "resolved.json", resolved_config(loaded.config, effective_batch=8))
     write_json(folder / "plan.json", planned.as_json())
     ended = {"format": MANIFEST_FORMAT, "status": "finished", "ended": "2026-01-01T00:00:00+00:00"}
-    facts = {"weights": base_weights_identity(str(base), spec.hf_config)}
+    facts: dict[str, Any] = {"weights": base_weights_identity(str(base), spec.hf_config)}
+    if rows:
+        image_rows = sum(bool(row.get("images")) for row in rows)
+        facts["train"] = {
+            "report": {"rows_kept": len(rows), "tokens": 0, "tokens_trained": 0, "image_rows": image_rows}
+        }
     write_json(folder / "manifest.json", {**ended, "data": facts})
     return folder

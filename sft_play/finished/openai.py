@@ -30,12 +30,20 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.fitted_template import PROBE_EXCHANGE, PROBE_TOOLS
 from sft_play.data.sources.formats import Chat, detect_format, to_example
-from sft_play.data.sources.messages import Message
+from sft_play.data.sources.images import Picture
+from sft_play.data.sources.messages import (
+    PART_IMAGES,
+    Message,
+    UnusableRowError,
+    parse_turns,
+    quote_value,
+)
 from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.errors import DataError, translate_library_errors
+from sft_play.errors import DataError, ModelError, translate_library_errors
 from sft_play.finished.respond import Responder
 from sft_play.log import one_line
 from sft_play.machine.network import is_local_request
+from sft_play.training.model.vision import prepare_generation
 
 # Labels of a request, which change no answer; and whatever is asked of it, the last piece of a
 # stream has the usage.
@@ -48,6 +56,8 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }  # fmt: skip
 _TokenCount = Annotated[int, Field(ge=1)]
+# Images of a request, as base64.
+_MAX_IMAGE_BYTES = 64 * 2**20
 
 
 class ChatRequest(BaseModel):
@@ -215,14 +225,20 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
 # --- requests -------------------------------------------------------------------------------------
 
 
-def request_prompt_ids(
+def read_request(
     responder: Responder, messages: Sequence[Message], tools: Any = None
-) -> list[int]:
-    """Read and render a request's messages as training does a row; returns token ids. Raises
-    DataError where they are no conversation that an answer can follow."""
+) -> tuple[list[int], tuple[Picture, ...]]:
+    """Read and render a request's messages as training does a row; returns token ids and pictures.
+    Raises DataError where they are no conversation that an answer can follow, or name an image that
+    is not in the request."""
+    require_data_uris(messages)
     answer = {"role": "assistant", "content": "."}
     row = RawRow("the request", {"messages": [*messages, answer], "tools": tools or []})
-    data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
+    run_data = responder.run.config.data
+    data = DataConfig(
+        merge_consecutive=run_data.merge_consecutive,
+        max_image_megapixels=run_data.max_image_megapixels,
+    )
     _, row_format = detect_format(iter([row]), data)
     assert row_format is not None
     example = to_example(row, row_format, data)
@@ -232,7 +248,32 @@ def request_prompt_ids(
         )
     if len(example.messages) < 2 or example.messages[-2]["role"] == "assistant":
         raise DataError("the messages end with no turn that an answer can follow")
-    return responder.prompt_ids(example.messages[:-1], example.tools)
+    megapixels = sum(picture.width * picture.height for picture in example.images) / 1e6
+    if megapixels > data.max_image_megapixels:
+        raise DataError(
+            f"the images have {megapixels:,.1f} million pixels, and those of a request at most"
+            f" {data.max_image_megapixels:g} together"
+        )
+    prompt_ids = responder.prompt_ids(example.messages[:-1], example.tools, images=example.images)
+    return prompt_ids, example.images
+
+
+def require_data_uris(messages: Sequence[Message]) -> None:
+    """Raise DataError where an image of a request is not in it as a data URI: a request must not
+    name files that the server reads, or addresses that it fetches."""
+    try:
+        turns = parse_turns([*messages], "messages")
+    except UnusableRowError:  # what is wrong is said where the messages are read
+        return
+    for value, _ in (part for turn in turns for part in turn.get(PART_IMAGES, ())):
+        url = value
+        if isinstance(value, dict) and value.keys() <= {"url", "detail"}:
+            url = value.get("url")
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise DataError(
+                f"an image is {quote_value(url)}; this server reads no files and fetches no"
+                " addresses: send the image itself, as data:image/png;base64,…"
+            )
 
 
 class _ChatHandler(ChatCompletionHandler):
@@ -282,8 +323,12 @@ class _ChatHandler(ChatCompletionHandler):
             # as in vLLM: below it logits overflow
             options["temperature"] = max(options["temperature"], 0.01)
         async with self._render_lock:  # one at a time: so does the tokenizer
-            prompt_ids = await run_in_threadpool(
-                self._prompt_ids, options["messages"], options.get("tools")
+            prompt_ids, images = await run_in_threadpool(
+                self._read_prompt, options["messages"], options.get("tools")
+            )
+            ids_BT = torch.tensor([prompt_ids], device=self._model.device)
+            generator, image_inputs = await run_in_threadpool(
+                self._prepare_generation, ids_BT, images
             )
         stop_texts = options.pop("stop", ())
         config = self._build_generation_config(options, self._generation_config)
@@ -291,13 +336,16 @@ class _ChatHandler(ChatCompletionHandler):
             config.max_new_tokens = max(
                 1, min(config.max_new_tokens, self.max_positions - len(prompt_ids))
             )
-        ids_BT = torch.tensor([prompt_ids], device=self._model.device)
-        inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
+        inputs: dict[str, Any] = {
+            "input_ids": ids_BT,
+            "attention_mask": torch.ones_like(ids_BT),
+            **image_inputs,
+        }
         if stop_texts:
             inputs["stopping_criteria"] = StoppingCriteriaList(
                 [StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=len(prompt_ids))]
             )
-        arguments = (request_id, self._model, self._tokenizer, self._name, inputs, config)
+        arguments = (request_id, generator, self._tokenizer, self._name, inputs, config)
         if not options.get("stream"):
             return await self._non_streaming(
                 *arguments, gen_manager=self._manager, tools=options.get("tools")
@@ -309,10 +357,13 @@ class _ChatHandler(ChatCompletionHandler):
         return response
 
     @translate_library_errors()  # a panic of the tokenizer is an answer with an error
-    def _prompt_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def _read_prompt(
+        self, messages: Sequence[Message], tools: Any
+    ) -> tuple[list[int], tuple[Picture, ...]]:
         tokenizer, positions = self._responder.tokenizer, self.max_positions
         text_tokens = sum(
-            len(tokenizer(str(message.get("content") or ""))["input_ids"]) for message in messages
+            len(tokenizer(_written_text(message.get("content")))["input_ids"])
+            for message in messages
         )
         if positions is not None and len(messages) + text_tokens > 2 * positions:
             # before it is rendered, which costs more; a template may leave out some of the text
@@ -320,14 +371,29 @@ class _ChatHandler(ChatCompletionHandler):
                 f"the messages are far longer than the model's {positions} positions", "messages"
             )
         try:
-            prompt_ids = request_prompt_ids(self._responder, messages, tools)
-        except DataError as error:
+            prompt_ids, images = read_request(self._responder, messages, tools)
+        except (DataError, ModelError) as error:
             raise bad_request(str(error), "messages") from error
         if positions is not None and len(prompt_ids) >= positions:
             raise bad_request(
                 f"the prompt has {len(prompt_ids)} tokens and the model {positions} positions"
             )
-        return prompt_ids
+        return prompt_ids, images
+
+    def _prepare_generation(
+        self, ids_BT: torch.Tensor, images: tuple[Picture, ...]
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        try:
+            return prepare_generation(self._model, ids_BT, [images])
+        except (DataError, ModelError) as error:  # an image that is damaged inside
+            raise bad_request(str(error), "messages") from error
+
+
+def _written_text(content: Any) -> str:
+    """The text of a message's content, without its images."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
 
 
 async def _append_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -345,6 +411,8 @@ def openai_app(
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
     # a token of a request is some four characters, which JSON may write as six bytes each
     body_limit = max(2**20, 16 * (handler.max_positions or 0))
+    if responder.run.has_images:
+        body_limit += _MAX_IMAGE_BYTES
     # of temperature 0, which the server keeps beside do_sample=False
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
 

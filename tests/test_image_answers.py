@@ -1,0 +1,269 @@
+"""A run on rows with images after its training: chat, infer, eval and serve answer to pictures, and merged models and
+adapters open in plain transformers and PEFT with the run's own logits."""
+
+import base64
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_play.data.build.splits import DataSplits
+from sft_play.errors import DataError
+from sft_play.finished.export.merge import merge_run
+from sft_play.finished.run import FinishedRun, find_finished_run
+from sft_play.training.checkpoints.checkpoints import record_digests
+from tests.conftest import write_rows
+from tests.finished_runs import finished_run
+from tests.image_families import FAMILIES, make_image_model
+from tests.test_images import picture_rows
+
+pytestmark = pytest.mark.build
+QUICK = ("qwen2_5_vl", "gemma3", "smolvlm", "mistral3")
+CHOSEN = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+TOKENS = 8
+
+
+def image_run(folder: Path, family: str, **options: Any) -> FinishedRun:
+    """A finished run with a random adapter, or the base's own weights, on rows of which some have images."""
+    base = make_image_model(folder / "base", family)
+    rows = picture_rows(folder, count=12, fewest=0)
+    finished_run(folder / "run", base, rows=rows, **options)
+    return find_finished_run(folder, str(folder / "run"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run with an adapter on a family, by its name."""
+    return functools.cache(lambda family: image_run(tmp_path_factory.mktemp(family), family))
+
+
+@functools.cache
+def splits_of(run_folder: str) -> DataSplits:
+    from sft_play.finished.respond import build_run_splits
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    run = find_finished_run(Path(run_folder).parent, run_folder)
+    return build_run_splits(run, run.config, load_tokenizer(run.config).tokenizer)
+
+
+def pictured_row(run: FinishedRun) -> dict[str, Any]:
+    """A row of the run's with pictures, as training reads it."""
+    rows = splits_of(str(run.folder.path)).train.rows
+    return next(row for row in rows if row["images"])
+
+
+@torch.no_grad()
+def logits_of(run: FinishedRun, model: Any) -> torch.Tensor:
+    """The logits of a model of any class on that row, its inputs made by the run's own processor."""
+    from sft_play.data.masks.image_processor import ImageProcessorSource
+    from sft_play.training.loop.rows import Collator
+
+    batch = Collator(0, images=ImageProcessorSource.from_config(run.config))([pictured_row(run)])
+    del batch["labels"]
+    return model.eval()(**batch, use_cache=False).logits
+
+
+# FinishedRun holds dictionaries: the folder is the key
+@functools.cache
+def _trained_logits(folder: str) -> torch.Tensor:
+    from sft_play.finished.respond import load_trained_model
+
+    run = find_finished_run(Path(folder).parent, folder)
+    return logits_of(run, load_trained_model(run))
+
+
+def trained_logits(run: FinishedRun) -> torch.Tensor:
+    return _trained_logits(str(run.folder.path))
+
+
+# --- in plain transformers and PEFT ---------------------------------------------------------------
+@pytest.mark.parametrize("family", CHOSEN)
+def test_merged_models_and_adapters_open_plainly_with_the_runs_logits(family, runs):
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    from sft_play.finished.respond import image_source, load_model_folder
+
+    run = runs(family)
+    expected = trained_logits(run)
+    merged = merge_run(run).path
+    whole = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(run, whole), expected, rtol=0, atol=1e-5)
+    # the same folder, as merge-test and full runs load it
+    ours = load_model_folder(merged, images=image_source(run))
+    torch.testing.assert_close(logits_of(run, ours), expected, rtol=0, atol=1e-5)
+    base = AutoModelForImageTextToText.from_pretrained(run.config.model.name, dtype=torch.float32)
+    base_logits = logits_of(run, base)
+    adapted = PeftModel.from_pretrained(base, run.weights)
+    torch.testing.assert_close(logits_of(run, adapted), expected, rtol=0, atol=1e-5)
+    assert (base_logits - expected).abs().max() > 1e-2
+    assert {file.name for file in merged.glob("*processor*.json")} == {
+        "preprocessor_config.json",
+        "processor_config.json",
+    }
+
+
+def test_merge_test_compares_rows_with_images(runs):
+    from sft_play.finished.export.checks import merge_test
+
+    run = runs("gemma3")
+    if not (run.folder.path / "merged").exists():
+        merge_run(run)
+    compared = merge_test(run)
+    assert compared.ok
+    assert compared.kl_base > 100 * compared.kl_merged
+    assert any(row["images"] for row in splits_of(str(run.folder.path)).val.rows)
+
+
+def test_a_tower_that_was_trained_is_read_from_the_runs_own_folder(tmp_path):
+    run = image_run(tmp_path, "gemma3", mode="full")
+    before = trained_logits(run)
+    file = run.weights / "model.safetensors"
+    tensors = load_file(file)
+    names = [name for name in tensors if "multi_modal_projector" in name]
+    save_file(
+        {name: value + 0.1 if name in names else value for name, value in tensors.items()}, file, {"format": "pt"}
+    )
+    record_digests(run.weights)
+    _trained_logits.cache_clear()
+    assert names
+    assert (trained_logits(run) - before).abs().max() > 1e-3
+
+
+# --- answers --------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def responder(runs):
+    from sft_play.finished.respond import Responder
+
+    return Responder(runs("qwen2_5_vl"))
+
+
+def picture_of(run: FinishedRun) -> Path:
+    return sorted(run.folder.path.parent.glob("*.png"))[0]
+
+
+def asked(run: FinishedRun, question: str = "what is it?") -> list[dict[str, Any]]:
+    """A question with a picture, as OpenAI's clients send it."""
+    uri = f"data:image/png;base64,{base64.b64encode(picture_of(run).read_bytes()).decode()}"
+    parts = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": uri}}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_chat_asks_about_an_image_of_a_file(responder, monkeypatch):
+    from sft_play.finished.respond import Conversation
+
+    monkeypatch.chdir(picture_of(responder.run).parent)
+    shown: list[str] = []
+    conversation = Conversation(responder, shown.append, max_new_tokens=TOKENS)
+    conversation.handle_line("/image")
+    conversation.handle_line("/image nothing.png")
+    assert "/image photo.png" in shown[0]
+    assert "nothing.png is not there" in shown[1]
+    assert not conversation.images
+    conversation.handle_line(f"/image {picture_of(responder.run).name}")
+    assert "goes with the next question" in shown[-1]
+    conversation.handle_line("what is it?")
+    conversation.handle_line("and now?")
+    users = [message["content"] for message in conversation.messages if message["role"] == "user"]
+    assert users == ["\ufdd0what is it?", "and now?"]
+    conversation.handle_line("/reset")
+    conversation.handle_line("what is it?")
+    assert conversation.messages[0]["content"] == "what is it?"
+
+
+def test_infer_answers_rows_with_images_as_generation_of_the_whole_class_does(runs, responder, tmp_path):
+    from sft_play.finished.respond import infer
+
+    run = runs("qwen2_5_vl")
+    name = str(picture_of(run))
+    prompts = write_rows(tmp_path / "prompts.jsonl", [
+        {"question": "<image>what is it?", "image": name, "id": 1}, {"question": "what is it?", "id": 2},
+    ])  # fmt: skip
+    infer(run, prompts, tmp_path / "answers.jsonl", max_new_tokens=TOKENS)
+    pictured, plain = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    assert pictured["images"] == [name]
+    assert pictured["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "what is it?"}]
+    assert "images" not in plain
+    assert (pictured["id"], plain["messages"][0]["content"]) == (1, "what is it?")
+    # begun again, nothing is asked twice
+    assert infer(run, prompts, tmp_path / "answers.jsonl", max_new_tokens=TOKENS).resumed == 2
+
+
+def test_a_run_on_text_alone_refuses_images_before_it_loads(tmp_path):
+    from sft_play.finished.respond import infer
+
+    base = make_image_model(tmp_path / "base", "gemma3")
+    finished_run(tmp_path / "run", base)
+    picture_rows(tmp_path, count=2, fewest=1)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"question": "what?", "image": "0-0.png"}])
+    run = find_finished_run(tmp_path, str(tmp_path / "run"))
+    with pytest.raises(DataError, match="was trained on text alone"):
+        infer(run, prompts, tmp_path / "answers.jsonl", max_new_tokens=TOKENS)
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_eval_scores_rows_with_images_by_their_pictures(runs, tmp_path):
+    from sft_play.finished.evaluation import evaluate_run, score_rows_of_run
+    from sft_play.finished.respond import load_trained_model
+
+    run = runs("gemma3")
+    evaluate_run(run, out=tmp_path / "eval.jsonl", max_new_tokens=TOKENS)
+    lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    pictured = [line for line in lines if "images" in line]
+    assert pictured
+    assert len(pictured) < len(lines)
+    assert {"type": "image"} in pictured[0]["prompt"][-1]["content"]
+    # by the whole class: the loss of the same row
+    row = pictured_row(run)
+    labels = torch.tensor([row["labels"]])
+    expected = torch.nn.functional.cross_entropy(trained_logits(run)[0, :-1], labels[0, 1:], reduction="sum")
+    score = score_rows_of_run(run, load_trained_model(run), [row])[0]
+    assert score.nll == pytest.approx(expected.item(), rel=1e-5)
+
+
+# --- over HTTP ------------------------------------------------------------------------------------
+def test_the_server_takes_images_in_the_request_alone(runs, responder, tmp_path):
+    pytest.importorskip("fastapi", reason="the extra sft-play[serve] is not installed")
+    from fastapi.testclient import TestClient
+
+    from sft_play.finished.openai import openai_app
+    from sft_play.finished.respond import infer
+
+    run = runs("qwen2_5_vl")
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"messages": asked(run)}])
+    infer(run, prompts, tmp_path / "answers.jsonl", max_new_tokens=TOKENS)
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())["answer"]
+    options = {"model": "run", "temperature": 0, "max_tokens": TOKENS}
+    with TestClient(openai_app(responder, "run")) as client:
+        said = client.post("/v1/chat/completions", json={**options, "messages": asked(run)}).json()
+        assert said["choices"][0]["message"]["content"].rstrip("\N{REPLACEMENT CHARACTER}") == answer.rstrip(
+            "\N{REPLACEMENT CHARACTER}"
+        )
+        streamed = client.post("/v1/chat/completions", json={**options, "messages": asked(run), "stream": True}).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+        assert text.rstrip("\N{REPLACEMENT CHARACTER}") == answer.rstrip("\N{REPLACEMENT CHARACTER}")
+        file = str(picture_of(run))
+        for part in (
+            {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+            {"type": "image_url", "image_url": {"url": f"file://{file}"}},
+            {"type": "image_url", "image_url": file},
+            {"type": "image", "path": file},
+            {"image": file},
+            {"type": "image_url", "image_url": {"path": file}},
+            {"type": "image", "image": {"url": "data:image/png;base64,", "path": file}},
+        ):
+            message = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+            refused = client.post("/v1/chat/completions", json={**options, "messages": [message]})
+            assert refused.status_code == 400, part
+            assert "send the image itself" in refused.json()["error"]["message"]
+        damaged = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+        refused = client.post(
+            "/v1/chat/completions", json={**options, "messages": [{"role": "user", "content": damaged}]}
+        )
+        assert refused.status_code == 400
+        assert "is not an image" in refused.json()["error"]["message"]
