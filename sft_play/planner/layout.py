@@ -307,6 +307,8 @@ GROUP_SIZES = (2, 4, 8)
 
 # Layouts that run rows with images.
 IMAGE_LAYOUTS: tuple[LayoutName, ...] = ("single", "ddp", "fsdp", "zero2", "zero3")
+# Of them those in which parts for images train.
+TRAINED_VISION_LAYOUTS: tuple[LayoutName, ...] = ("single", "ddp")
 
 # Classes whose blocks are more than their own weights at their own place.
 UNSTREAMED_TYPES = {
@@ -442,6 +444,11 @@ def _layout_obstacle(
     layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> str | None:
     optim = config.train.optim
+    if config.tuning.trains_vision_parts and layout.name not in TRAINED_VISION_LAYOUTS:
+        return (
+            "tuning.train_vision and tuning.lora.projector: ranks without a picture would wait for"
+            f" the others ({', '.join(TRAINED_VISION_LAYOUTS)} do not)"
+        )
     if shape.vision is not None and layout.name not in IMAGE_LAYOUTS:
         return f"rows with images: {_image_layout_problem(layout)} ({', '.join(IMAGE_LAYOUTS)} do)"
     if layout.is_streamed and config.tuning.mode == "full":
@@ -522,7 +529,7 @@ def _image_layout_problem(layout: Layout) -> str:
         return "the tower is not divided like the language model's layers"
     if layout.offloads_states:
         return "DeepSpeed would move a tower in and out that it does not own"
-    return f"{layout.name} does not run them"
+    return f"{layout.name} was not tried with them"
 
 
 def _tensor_parallel_obstacle(
