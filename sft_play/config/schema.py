@@ -298,12 +298,17 @@ class TuningConfig(Section):
     """Which of the mode's weights are trained, by parts of their names: `[layers.0-3, norm,
     lm_head]`, `[lora]`, `[q_proj]`; the others stay frozen. all trains every one."""
 
-    train_vision: bool = option(False, owner="training.model.vision")
+    train_vision: bool = option(False, owner="training.loop.trainer")
     """Full training of an image-text model on rows with images trains its vision tower and its
     projector too, which else stay frozen."""
 
     lora: LoraConfig = LoraConfig()
     """The adapters."""
+
+    @property
+    def trains_vision_parts(self) -> bool:
+        """Whether parts of an image-text model for images train."""
+        return self.train_vision or self.lora.projector
 
     @property
     def has_quantized_experts(self) -> bool:

@@ -14,9 +14,9 @@ that they run), `heartbeat`. A folder for each part:
   by boundaries and adapters in groups compute the same).
 - `model/`: `model_loading` (whole, or under FSDP2 unit by unit; adapters, where they start, and
   those that a run continues), `grouped_adapters` (of layers that read one input), `nf4_experts` (in
-  4 bits), `language_model` (of an image-text class), `streamed_base`
-  (blocks in RAM), `attention_functions`, `tensor_parallel`,
-  `fused_head` (of TRL).
+  4 bits), `language_model` (of an image-text class), `vision` (its whole class, for rows with
+  images), `vision_parts` (those that train), `streamed_base` (blocks in RAM),
+  `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
 - `loop/`: `trainer` (TRL's), `loop` (with evaluation), `loop_checkpoints`, `upstream` (private
   names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
   `out_of_memory` (steps that run out of it),

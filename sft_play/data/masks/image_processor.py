@@ -310,14 +310,8 @@ def load_image_processor(source: ImageProcessorSource, tokenizer: Any = None) ->
 
 def _find_processor_class(source: ImageProcessorSource) -> Any:
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    modules = {
-        name: model_type_to_module_name(model_type)
-        for model_type, name in reversed(PROCESSOR_MAPPING_NAMES.items())
-        if name is not None
-    }
     names = [
         _read_json(source, file).get("processor_class")
         for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -325,7 +319,8 @@ def _find_processor_class(source: ImageProcessorSource) -> Any:
     with contextlib.suppress(OSError, ValueError):
         config = AutoConfig.from_pretrained(source.location, revision=source.revision)
         names.append(PROCESSOR_MAPPING_NAMES.get(config.model_type))
-    class_name = next((name for name in names if name in modules), None)
+    known_names = {*PROCESSOR_MAPPING_NAMES.values()} - {None}
+    class_name = next((name for name in names if name in known_names), None)
     if class_name is None:
         raise ModelError(
             f"{one_line(source.location)} takes no images: it has no processor"
@@ -340,9 +335,9 @@ def _import_processor_class(class_name: str) -> Any:
     import transformers
     from transformers.utils import is_torchvision_available
 
-    found = getattr(transformers, class_name)
-    if is_torchvision_available() or not getattr(found, "is_dummy", False):
-        return found
+    processor_class = getattr(transformers, class_name)
+    if is_torchvision_available() or not getattr(processor_class, "is_dummy", False):
+        return processor_class
     module_name = f"transformers.{transformers._class_to_module[class_name]}"
     folder, _, family = module_name.rpartition(".processing_")
     torchvision_module = f"{folder}.image_processing_{family}"

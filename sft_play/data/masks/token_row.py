@@ -4,6 +4,7 @@ mask.
 Shape letters: T tokens of one row.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +80,15 @@ def count_trained_tokens(labels: list[int]) -> int:
 
 
 def format_row(row: TokenRow, tokenizer: Any, *, max_chars: int = 1_200) -> str:
-    """One row as text with its trained parts in `[[…]]`, special tokens visible, cut in the middle
-    when long."""
+    """One row as text with its trained parts in `[[…]]`, special tokens visible, those of an image
+    once with their number; cut in the middle when long."""
     pieces: list[str] = []
+    repeated_ids = frozenset(tokenizer.added_tokens_decoder) if row.images else frozenset()
     start = 0
     for end in range(1, len(row.labels) + 1):
         if end < len(row.labels) and (row.labels[end] == IGNORED) == (row.labels[start] == IGNORED):
             continue
-        text = str(tokenizer.decode(row.input_ids[start:end], skip_special_tokens=False))
+        text = _decode(tokenizer, row.input_ids[start:end], repeated_ids)
         pieces.append(text if row.labels[start] == IGNORED else f"[[{text}]]")
         start = end
     row_text = "".join(pieces)
@@ -95,6 +97,21 @@ def format_row(row: TokenRow, tokenizer: Any, *, max_chars: int = 1_200) -> str:
         if len(row_text) <= max_chars
         else f"{row_text[: max_chars // 2]} … {row_text[-max_chars // 2 :]}"
     )
+
+
+# With each run of a token of `repeated_ids` as `<image> x 1,024`.
+def _decode(tokenizer: Any, ids: list[int], repeated_ids: frozenset[int]) -> str:
+    text = ""
+    for repeated_id, run in itertools.groupby(
+        ids, lambda token: token if token in repeated_ids else -1
+    ):
+        tokens = list(run)
+        is_repeated = repeated_id >= 0 and len(tokens) > 1
+        text += str(
+            tokenizer.decode(tokens[:1] if is_repeated else tokens, skip_special_tokens=False)
+        )
+        text += f" x {len(tokens):,}" * is_repeated
+    return text
 
 
 TEMPLATE_REFUSES_ROW = "the chat template refuses the row"

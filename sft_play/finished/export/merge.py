@@ -84,6 +84,7 @@ from sft_play.training.model.model_loading import (
     silence_load_report,
 )
 from sft_play.training.model.nf4_experts import nf4_roundtrip
+from sft_play.training.model.vision_parts import adopt_trained_parts
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import added_token_rows
@@ -181,7 +182,9 @@ class AdaptedModel:
                 # new rows from the mean of the old ones (the default) need numbers, which meta
                 # tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
-        model.sft_tower = self.model_spec.text_tower
+        tower = model.sft_tower = self.model_spec.text_tower
+        if tower is not None and tower.prefixes[1:]:
+            adopt_trained_parts(model, tower.build_full_model())
         return model.eval()
 
     def _load_adapter(self, model: Any) -> None:

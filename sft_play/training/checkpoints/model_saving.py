@@ -310,8 +310,13 @@ def write_weights(
         }
         save_file(full_tensors, weights_path, {"format": "pt"})
         config = json.loads(config_path.read_text(encoding="utf-8"))
-        suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
-        config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
+        targets = sorted(config["target_modules"])
+        part_names = [name for name in targets if text_tower.to_full_name(name) != name]
+        suffixes = "|".join(re.escape(name) for name in targets if name not in part_names)
+        pattern = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
+        for name in part_names:
+            pattern += f"|{re.escape(text_tower.to_full_name(name))}"
+        config["target_modules"] = pattern
         parameters, rows = config.get("target_parameters"), config.get("trainable_token_indices")
         if parameters:
             config["target_parameters"] = list(map(text_tower.to_full_name, parameters))

@@ -69,7 +69,8 @@ from sft_play.training.model.model_loading import (
     shard_model,
 )
 from sft_play.training.model.streamed_base import measure_bus_rate, slow_bus_warning, stream_base
-from sft_play.training.model.vision import Vision, load_vision, train_vision_parts
+from sft_play.training.model.vision import Vision, load_vision
+from sft_play.training.model.vision_parts import VISION_NAME
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import (
     ModelSpec,
@@ -390,7 +391,7 @@ def load_trainer(
             deepspeed=job.deepspeed,
             # a rank's rows may have no picture, and a trained tower no gradient
             has_late_gradients=any(model_spec.late_gradients.values())
-            or config.tuning.train_vision,
+            or config.tuning.trains_vision_parts,
         ),
     )
     if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
@@ -583,7 +584,7 @@ def _load_vision(job: RunJob, model: Any, begins_from: Path | None, device: torc
         device=device,
     )
     if config.tuning.train_vision:
-        train_vision_parts(model, vision)
+        getattr(model, VISION_NAME).requires_grad_(requires_grad=True)
     return vision
 
 

@@ -6,18 +6,16 @@ masks of pictures and tokens. Its tower and projector are read from the base, st
 unquantised on every rank, and belong to the trained model only where they train too.
 """
 
-import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
-from transformers.integrations import deepspeed as hf_deepspeed
 
 from sft_play.data.masks.image_processor import (
     ImageProcessorSource,
@@ -28,13 +26,16 @@ from sft_play.data.sources.images import Picture
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
-from sft_play.training.model.language_model import TextTower, find_text_tower
+from sft_play.training.model.language_model import find_text_tower
 from sft_play.training.model.model_loading import NO_ADAPTER_KWARGS, silence_load_report
+from sft_play.training.model.vision_parts import (
+    adopt_trained_parts,
+    outside_zero3,
+    require_image_class,
+)
 
 # What a batch has beside text where a row of it may have pictures.
 TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
-# The module of a language model under which the tower and the projector stand where they train.
-VISION_NAME = "sft_vision"
 
 
 @dataclass(frozen=True)
@@ -62,28 +63,6 @@ def is_vision_name(name: str, decoder_name: str) -> bool:
     return not name.startswith((f"{decoder_name}.", "lm_head."))
 
 
-def require_image_class(text_tower: TextTower | None, name: str) -> Any:
-    """The whole class on the meta device. Raises ModelError: the base is a model of text, or its
-    class keeps the language model in a way that is not known here."""
-    if text_tower is None:
-        raise ModelError(
-            f"the rows have images, and {one_line(name)} is a model of text; take an image-text"
-            " base, or rows without images"
-        )
-    with _outside_zero3():
-        full_model = text_tower.build_full_model()
-    is_known = text_tower.prefixes[0][0] != "" and hasattr(
-        getattr(full_model, "model", None), "get_image_features"
-    )
-    if not is_known:
-        raise ModelError(
-            f"the rows have images, and {type(text_tower.full_config).__name__} of"
-            f" {one_line(name)} is no image-text class that trains on them here; its rows of text"
-            " do"
-        )
-    return full_model
-
-
 def load_vision(
     language_model: Any,
     *,
@@ -102,7 +81,7 @@ def load_vision(
     decoder_name = text_tower.prefixes[0][1].removesuffix(".")
     try:
         with (
-            _outside_zero3(),
+            outside_zero3(),
             silence_load_report(),
             report_wait(f"Loading the vision tower of {one_line(name)}"),
         ):
@@ -133,17 +112,6 @@ def load_vision(
             f" {one_line(', '.join(wrong_names[:4]), limit=300)} ({len(wrong_names)} in all)"
         )
     return attach_vision(full_model, language_model, images=images, device=device)
-
-
-@contextlib.contextmanager
-def _outside_zero3() -> Iterator[None]:
-    """Read and build models whole while ZeRO-3 is configured, which divides them as they are."""
-    configured = hf_deepspeed._hf_deepspeed_config_weak_ref
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = configured
 
 
 # The config of the whole class with a language model of no layers and few tokens, which is built
@@ -187,6 +155,7 @@ def attach_vision(
     full_config.text_config = language_model.config
     for module in (full_model, full_model.model):
         module.config = full_config
+    adopt_trained_parts(language_model, full_model)
     _route_pictures(decoder, full_model.model)
     vision = Vision(full_model, full_prefix.removesuffix("."), images)
     language_model.sft_whole_class = vision
@@ -227,26 +196,8 @@ def _route_pictures(decoder: Any, full_decoder: Any) -> None:
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
         has_pictures = any(name.startswith("pixel_") for name in inputs)
         if has_pictures or any(name in inputs for name in TOKEN_TYPE_KEYS):
-            given = {name: value for name, value in inputs.items() if value is not None}
-            return full_decoder(*args, **given)
+            filled = {name: value for name, value in inputs.items() if value is not None}
+            return full_decoder(*args, **filled)
         return text_forward(*args, **inputs)
 
     decoder.forward = MethodType(forward, decoder)
-
-
-def train_vision_parts(language_model: Any, vision: Vision) -> None:
-    """Let the tower and the projector train as parts of the language model, saved under the names
-    that they have in the whole class."""
-    text_tower = find_text_tower(language_model)
-    assert text_tower is not None
-    parts = nn.Module()
-    for name, module in vision.full_model.model.named_children():
-        if f"model.{name}" != vision.decoder_name and any(True for _ in module.parameters()):
-            parts.register_module(name, module)
-    for name, weight in vision.full_model.model.named_parameters(recurse=False):
-        parts.register_parameter(name, weight)
-    parts.requires_grad_(requires_grad=True)
-    language_model.register_module(VISION_NAME, parts)
-    names = (*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False)))
-    prefixes = tuple((f"{VISION_NAME}.{name}", f"model.{name}") for name in names)
-    language_model.sft_tower = replace(text_tower, prefixes=(*text_tower.prefixes, *prefixes))

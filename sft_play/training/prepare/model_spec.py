@@ -47,6 +47,12 @@ from sft_play.training.model.language_model import (
     names_lost_by_peft,
     prepare_text_config,
 )
+from sft_play.training.model.vision_parts import (
+    add_trained_parts,
+    adopt_trained_parts,
+    projector_layers,
+    require_image_class,
+)
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import build_peft_config, trainable_note
 
@@ -161,10 +167,13 @@ def build_model_spec(
     )
     notes += attention_notes
     layer_counts = Counter(type(block).__name__ for block in decoder_layers(skeleton))
+    text_tower = locate_text_tower(full_config, skeleton)
+    if config.tuning.trains_vision_parts:
+        text_tower = _add_vision_parts(config, text_tower, peft_config)
     model_spec = ModelSpec(
         hf_config,
         attention,
-        locate_text_tower(full_config, skeleton),
+        text_tower,
         peft_config,
         vocab_size,
         resize_to,
@@ -186,6 +195,22 @@ def build_model_spec(
         return model_spec
     meta_model = build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
     return replace(model_spec, notes=(*notes, trainable_note(config, meta_model)))
+
+
+# Where parts for images train too: their names beside the language model's, and those of the
+# projector's layers among the adapters' targets.
+def _add_vision_parts(
+    config: RunConfig, text_tower: TextTower | None, peft_config: PeftLoraConfig | None
+) -> TextTower:
+    full_model = require_image_class(text_tower, config.model.name)
+    assert text_tower is not None
+    text_tower = add_trained_parts(text_tower, full_model, tower=config.tuning.train_vision)
+    if peft_config is not None:
+        peft_config.target_modules = {
+            *(peft_config.target_modules or ()),
+            *projector_layers(full_model, text_tower),
+        }
+    return text_tower
 
 
 def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
@@ -285,6 +310,8 @@ def build_meta_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
             model_spec.hf_config, trust_remote_code=trust_remote_code
         )
         model.sft_tower = model_spec.text_tower
+        if model_spec.text_tower is not None and model_spec.text_tower.prefixes[1:]:
+            adopt_trained_parts(model, model_spec.text_tower.build_full_model())
         peft_config = model_spec.peft_config
         return model if peft_config is None else get_peft_model(model, copy.deepcopy(peft_config))
 

@@ -30,7 +30,7 @@ from sft_play.training import distributed
 from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.model.model_loading import BaseAdapter, read_base_adapter
-from sft_play.training.model.vision import require_image_class
+from sft_play.training.model.vision_parts import require_image_class
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
@@ -142,6 +142,11 @@ def prepare(job: RunJob) -> Prepared:
             require_image_class(model_spec.text_tower, config.model.name)
             _require_image_plan(job, model_spec)
             model_spec = replace(model_spec, uses_masks=True)
+        elif config.tuning.trains_vision_parts:
+            raise ConfigError(
+                "tuning.train_vision and tuning.lora.projector train parts for images, and no row"
+                " has one; leave them out"
+            )
         for note in (*tokenizer.notes, *splits.notes, *model_spec.notes):
             logger.debug("%s", note)
         if peft_warning := peft_loading_warning(

@@ -1,0 +1,120 @@
+"""The parts for images of an image-text class: which they are, and those that train.
+
+Those stand in the language model too, as a module of its own, and are saved under the names that
+they have in the whole class.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from sft_play.errors import ModelError
+from sft_play.log import one_line
+from sft_play.training.model.language_model import TextTower, find_text_tower
+
+# The module of a language model under which parts for images stand that train with it.
+VISION_NAME = "sft_vision"
+
+
+def require_image_class(text_tower: TextTower | None, name: str) -> Any:
+    """The whole class on the meta device. Raises ModelError: the base is a model of text, or its
+    class keeps the language model in a way that is not known here."""
+    if text_tower is None:
+        raise ModelError(
+            f"the rows have images, and {one_line(name)} is a model of text; take an image-text"
+            " base, or rows without images"
+        )
+    with outside_zero3():
+        full_model = text_tower.build_full_model()
+    is_known = text_tower.prefixes[0][0] != "" and hasattr(
+        getattr(full_model, "model", None), "get_image_features"
+    )
+    if not is_known:
+        raise ModelError(
+            f"the rows have images, and {type(text_tower.full_config).__name__} of"
+            f" {one_line(name)} is no image-text class that trains on them here; its rows of text"
+            " do"
+        )
+    return full_model
+
+
+@contextlib.contextmanager
+def outside_zero3() -> Iterator[None]:
+    """Read and build models whole while ZeRO-3 is configured, which divides them as they are."""
+    configured = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = configured
+
+
+def add_trained_parts(text_tower: TextTower, full_model: Any, *, tower: bool) -> TextTower:
+    """The place of the language model in its class, with the parts for images that train beside
+    it: all of them (`tower`), or the projector alone."""
+    decoder_name = text_tower.prefixes[0][1].removesuffix(".")
+    names = _outer_names(full_model.model, decoder_name.removeprefix("model."))
+    if not tower:
+        names = _projector_names(full_model.model, names)
+    prefixes = tuple((f"{VISION_NAME}.{name}", f"model.{name}") for name in names)
+    return replace(text_tower, prefixes=(*text_tower.prefixes, *prefixes))
+
+
+def adopt_trained_parts(language_model: Any, full_model: Any) -> None:
+    """Make the parts for images that train modules of the language model, shared with the whole
+    class."""
+    text_tower = find_text_tower(language_model)
+    for text_name, full_name in () if text_tower is None else text_tower.prefixes[1:]:
+        parent = language_model
+        *parents, last = text_name.removesuffix(".").split(".")
+        for name in parents:
+            if not hasattr(parent, name):
+                parent.register_module(name, nn.Module())
+            parent = getattr(parent, name)
+        part = functools.reduce(getattr, full_name.removesuffix(".").split("."), full_model)
+        setattr(parent, last, part)
+
+
+# What the whole class has beside its decoder: modules, ended by a dot, and weights of its own.
+def _outer_names(full_decoder: Any, decoder_name: str) -> list[str]:
+    modules = [
+        f"{name}."
+        for name, module in full_decoder.named_children()
+        if name != decoder_name and any(True for _ in module.parameters())
+    ]
+    return modules + [name for name, _ in full_decoder.named_parameters(recurse=False)]
+
+
+# What brings features to the width of the language model: a part of its own, or mergers in the
+# tower.
+def _projector_names(full_decoder: Any, outer_names: Sequence[str]) -> list[str]:
+    words = ("projector", "connector", "embed_vision")
+    names = [name for name in outer_names if any(word in name for word in words)]
+    for outer_name in outer_names:
+        part = getattr(full_decoder, outer_name.removesuffix("."))
+        if outer_name in names or isinstance(part, nn.Parameter):
+            continue
+        names += [f"{outer_name}{name}." for name, _ in part.named_children() if "merger" in name]
+    return names
+
+
+def projector_layers(full_model: Any, text_tower: TextTower) -> list[str]:
+    """The linear layers of the projector by their names in the language model, which adopts them.
+    Raises ModelError: it has none."""
+    layers = [
+        text_name + name
+        for text_name, full_name in text_tower.prefixes[1:]
+        for name, module in full_model.get_submodule(full_name.removesuffix(".")).named_modules()
+        if name and isinstance(module, nn.Linear)
+    ]
+    if not layers:
+        raise ModelError(
+            f"tuning.lora.projector: the projector of {type(full_model).__name__} has no linear"
+            " layer that an adapter could take; leave the key out"
+        )
+    return layers
