@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from transformers import AutoTokenizer
 
-from sft_play.commands.rows import Preview
+from sft_play.commands.rows import Preview, load_row_tools
 from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data import preview as page_parts
+from sft_play.data.masks.token_row import format_row
 from sft_play.data.preview import PreviewRow, TokenBytes, TokenPiece, format_plain_lines, split_token_pieces
+from sft_play.data.sources.examples import ExampleReader
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat, write_rows, write_run
+from tests.image_families import make_image_model
 
 NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'& \x1b[31mred\x1b[0m\x07 \u202egnp.exe\u202c ]] [[ ~~"
 
@@ -225,3 +230,36 @@ def test_documents_are_shown_whole_for_cpt(tiny_llama, tmp_path):
     found = look(tmp_path, tiny_llama, [{"text": "yes no " * 200}], "task_mode=cpt", "model.max_seq_len=32")
     assert (found.examples[0].cut_tokens, found.examples[0].method) == (0, "document")
     assert all(piece.is_trained for piece in found.examples[0].pieces)
+
+
+# --- rows with images -----------------------------------------------------------------------------
+def test_a_picture_is_shown_small_before_its_tokens_which_are_shown_once(tmp_path):
+    base = make_image_model(tmp_path / "base", "qwen2_5_vl")
+    for name, size in (("a.png", (240, 48)), ("b.png", (16, 16))):
+        Image.new("RGB", size, "red").save(tmp_path / name)
+    rows = [{"question": "<image>or<image>?", "answer": "a.", "images": ["a.png", "b.png"]}, chat("no image", "no.")]
+    lines = look(tmp_path, base, rows).lines()
+    # pixels are 8 x 8 patches, four of them a token: 15 x 3 tokens and 1
+    assert "  image 1: a.png, 240 x 48, 45 tokens" in [line.replace(f"{tmp_path}/", "") for line in lines]
+    assert "<|vision_start|>¦<|image_pad|> x 45¦<|vision_end|>¦o¦r¦<|vision_start|>¦<|image_pad|>¦" in "\n".join(lines)
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert [value for name, value in page.attributes if name == "alt"] == ["image 1", "image 2"]
+    assert "; img-src data:" in text
+    before, first, between, second = re.split(r'<img src="data:image/jpeg;base64,([^"]+)" alt="image \d">', text)[:4]
+    assert before.endswith("&lt;|vision_start|&gt;</span>")
+    assert "&lt;|image_pad|&gt; x 45" in between
+    sizes = [Image.open(io.BytesIO(base64.b64decode(one))).size for one in (first, second)]
+    assert sizes == [(160, 32), (16, 16)]
+
+
+def test_a_row_of_the_log_has_an_images_tokens_once_with_their_number(tmp_path):
+    base = make_image_model(tmp_path / "base", "smolvlm")
+    Image.new("RGB", (64, 32), "red").save(tmp_path / "a.png")
+    loaded = load_config(run_yaml(tmp_path, base, [{"question": "<image>what?", "answer": "a.", "image": "a.png"}]))
+    _, _, row_renderer = load_row_tools(loaded.config)
+    reader = ExampleReader(tmp_path / "rows.jsonl", loaded.config.data, split="train", wants_text=False)
+    (outcome,) = row_renderer.render_rows(reader.numbered_examples())
+    shown_row = format_row(outcome.whole_row, AutoTokenizer.from_pretrained(base))
+    assert "<row_1_col_1><image> x 4<fake_token_around_image><row_1_col_2><image> x 4" in shown_row
+    assert shown_row.count("<image>") == outcome.whole_row.image_tokens // 4

@@ -188,6 +188,9 @@ def _render_rows(
                 "lost": row.lost_trained_tokens,
                 "method": whole_row.method,
             }
+            if whole_row.images:  # whose runs of tokens the text has once each
+                line["images"] = [picture.name for picture in whole_row.images]
+                line["image_tokens"] = whole_row.image_tokens
             target.write(json.dumps(line, ensure_ascii=False) + "\n")
     stats.rows = reader.rows
     return stats

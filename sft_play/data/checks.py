@@ -201,7 +201,15 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 
 def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """What the template does to texts: think text that it leaves out, special tokens that texts
-    spell."""
+    spell; and what images take."""
+    if stats.image_rows:
+        share = stats.image_tokens / max(1, stats.tokens)
+        yield pass_finding(
+            f"images: {stats.split}",
+            f"{stats.images:,} in {stats.image_rows:,} of {plural(stats.kept_rows, 'row')},"
+            f" {stats.image_tokens:,} tokens ({share:.0%} of all), at most"
+            f" {stats.largest_image_row:,} in a row",
+        )
     if stats.stripped_think_pieces:
         yield warn_finding(
             "think text",

@@ -11,15 +11,19 @@ import html
 import itertools
 import json
 import re
+import types
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.build.survey import RowRenderer
-from sft_play.data.masks.token_row import IGNORED, MASK_METHODS
+from sft_play.data.masks.image_processor import ImageProcessor
+from sft_play.data.masks.token_row import IGNORED, MASK_METHODS, TokenRow
 from sft_play.data.sources.examples import ExampleReader, read_example
+from sft_play.data.sources.image_files import ImageError
+from sft_play.data.sources.images import Picture
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -30,6 +34,8 @@ from sft_play.text import plural
 MAX_TERMINAL_PIECES, MAX_PAGE_PIECES = 1_500, 20_000
 # Characters that are shown of a row that cannot be used, as it is in the file.
 MAX_RAW_CHARACTERS = 1_500
+# The longer side of a picture on the page, in pixels.
+MAX_THUMBNAIL_SIDE = 160
 
 # --- which rows -----------------------------------------------------------------------------------
 
@@ -78,9 +84,9 @@ def choose_row_indices(rows: int, count: int, *, longest_index: int) -> list[int
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """One token, or several that only together are whole characters. `text` holds a byte that is no
-    part of a character as U+DC80 to U+DCFF (Python's surrogateescape). `is_kept` is false for what
-    max_seq_len cuts away.
+    """One token, or several that only together are whole characters, or a run of an image's token.
+    `text` holds a byte that is no part of a character as U+DC80 to U+DCFF (Python's
+    surrogateescape). `is_kept` is false for what max_seq_len cuts away.
     """
 
     text: str
@@ -88,6 +94,11 @@ class TokenPiece:
     is_trained: bool = False
     is_special: bool = False
     is_kept: bool = True
+
+    @property
+    def is_run(self) -> bool:
+        """True for one token several times, as images have them; no character is made so."""
+        return len(self.ids) > 1 and len({*self.ids}) == 1
 
 
 class TokenBytes:
@@ -151,14 +162,20 @@ def split_token_pieces(
     token_bytes: TokenBytes,
     *,
     kept_flags: Sequence[bool],
+    image_runs: Mapping[int, int] = types.MappingProxyType({}),
 ) -> list[TokenPiece]:
     """The tokens of a row as pieces: each by itself, or with those that complete its last
-    character."""
-    tokens = zip(ids, token_bytes.decode(ids), labels, kept_flags, strict=True)
+    character. `image_runs`: where a run of an image's token starts, which is one piece, and its
+    length."""
+    decoded, tokens, start = token_bytes.decode(ids), list[_MarkedTokens](), 0
+    while start < len(ids):
+        end = start + image_runs.get(start, 1)
+        tokens.append((tuple(ids[start:end]), decoded[start], labels[start], kept_flags[end - 1]))
+        start = end
     # a piece is trained, special and kept, or not, as a whole
     runs = itertools.groupby(
         tokens,
-        key=lambda token: (token[2] != IGNORED, token[0] in token_bytes.special_ids, token[3]),
+        key=lambda token: (token[2] != IGNORED, token[0][0] in token_bytes.special_ids, token[3]),
     )
     return [
         TokenPiece(text, piece_ids, *state)
@@ -167,16 +184,18 @@ def split_token_pieces(
     ]
 
 
-def _join_characters(
-    tokens: Iterable[tuple[int, bytes, int, bool]],
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+# Ids of a token, or of a run of one; its bytes, its label, and whether it is kept.
+_MarkedTokens = tuple[tuple[int, ...], bytes, int, bool]
+
+
+def _join_characters(tokens: Iterable[_MarkedTokens]) -> Iterator[tuple[str, tuple[int, ...]]]:
     # incremental: it holds back the bytes of a character that is not complete, and tells so in its
     # state
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text = ""
     ids: tuple[int, ...] = ()
-    for token_id, token, *_ in tokens:
-        text, ids = text + decoder.decode(token), (*ids, token_id)
+    for token_ids, token, *_ in tokens:
+        text, ids = text + decoder.decode(token), (*ids, *token_ids)
         if not decoder.getstate()[0]:
             yield text, ids
             text, ids = "", ()
@@ -227,6 +246,40 @@ def make_visible(text: str) -> str:
 
 
 @dataclass(frozen=True)
+class PreviewImage:
+    """A picture of a row: the image tokens that it takes, and where the first of them stands."""
+
+    picture: Picture
+    tokens: int
+    start: int
+
+    def line(self, number: int) -> str:
+        """The picture in a line: `image 1: photos/a.png, 640 x 480, 1,024 tokens`."""
+        size = f"{self.picture.width:,} x {self.picture.height:,}"
+        return f"image {number}: {self.picture.name}, {size}, {plural(self.tokens, 'token')}"
+
+
+def locate_images(
+    row: TokenRow, processor: ImageProcessor
+) -> tuple[list[PreviewImage], dict[int, int]]:
+    """The pictures of a whole row with their places, and the runs of image tokens in it: where each
+    starts, and its length."""
+    runs: dict[int, int] = {}
+    lengths, position = iter(row.image_runs), 0
+    while position < len(row.input_ids):
+        length = 1
+        if row.input_ids[position] in processor.token_ids:
+            length = runs[position] = next(lengths)
+        position += length
+    images, starts = [], iter(runs)
+    for picture in row.images:
+        expansion = processor.expand(picture.width, picture.height, is_alone=len(row.images) == 1)
+        start, *_ = itertools.islice(starts, len(expansion.run_lengths))
+        images.append(PreviewImage(picture, expansion.tokens, start))
+    return images, runs
+
+
+@dataclass(frozen=True)
 class PreviewRow:
     """One row of the file, tokenised and marked; `reason`: why it cannot be used; `raw_text`: how
     it begins then."""
@@ -242,6 +295,7 @@ class PreviewRow:
     lost_trained_tokens: int = 0
     reason: str = ""
     raw_text: str = ""
+    images: tuple[PreviewImage, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -270,7 +324,12 @@ class PreviewRow:
             "notes": list(self.notes),
             "input_ids": list(self.ids),
             "labels": list(self.labels),
+            **({"images": self.image_lines()} if self.images else {}),
         }
+
+    def image_lines(self) -> list[str]:
+        """A line for each picture."""
+        return [image.line(number) for number, image in enumerate(self.images, start=1)]
 
     def summary(self) -> str:
         """The row's place, its length, its mask, what is cut, and its notes."""
@@ -340,6 +399,9 @@ def preview_rows(
             *whole_row.notes,
             *(f"{count} {note}" for count, note in counts if count),
         ]
+        images, image_runs = list[PreviewImage](), dict[int, int]()
+        if whole_row.images:
+            images, image_runs = locate_images(whole_row, row_renderer.renderer.image_processor)
         if whole_row.added_end:
             notes.append(
                 f"{one_line(whole_row.added_end.strip())} is added after the last turn, which the"
@@ -352,7 +414,11 @@ def preview_rows(
             labels,
             tuple(
                 split_token_pieces(
-                    ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids)
+                    ids,
+                    labels,
+                    token_bytes,
+                    kept_flags=kept_token_flags(ids, kept_ids),
+                    image_runs=image_runs,
                 )
             ),
             whole_row.method,
@@ -360,6 +426,7 @@ def preview_rows(
             cut_tokens=cut_tokens,
             lost_trained_tokens=lost_tokens,
             reason=reason,
+            images=tuple(images),
         )
 
 
@@ -392,6 +459,8 @@ def shown_segments(
         text = "".join(
             "⏎\n" if character == "\n" else character_sign(character) for character in item.text
         )
+        if item.is_run:
+            text += f" x {len(item.ids):,}"
         yield text, " ".join(name for name, is_set in flags.items() if is_set), item
 
 
@@ -447,7 +516,10 @@ def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIEC
 
     problem_lines = [(f"{line}\n", "bold red") for line in row.problem_lines()]
     heading = (f"Row {row.row_number:,} {row.summary()}\n", "bold")
-    return Text.assemble(heading, *_mark_segments(row, max_pieces), "\n", *problem_lines)
+    image_lines = [f"{make_visible(line)}\n" for line in row.image_lines()]
+    return Text.assemble(
+        heading, *image_lines, *_mark_segments(row, max_pieces), "\n", *problem_lines
+    )
 
 
 # ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~.
@@ -509,17 +581,17 @@ def render_html_page(
     # nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    if any(row.images for row in rows):
+        policy += "; img-src data:"
     lines = "".join(f"<p>{_escape(line)}</p>\n" for line in intro_lines)
     sections = ""
     for row in rows:
-        segments = shown_segments(row, max_pieces)
-        spans = "".join(
-            f'<span class="{classes}">{html.escape(text)}</span>' for text, classes, _ in segments
-        )
         problems = "".join(f'<p class="bad">{_escape(line)}</p>\n' for line in row.problem_lines())
+        image_lines = "".join(f"<p>{_escape(line)}</p>\n" for line in row.image_lines())
         sections += (
             f"<section>\n<h2>Row {row.row_number:,}</h2>\n<p>{_escape(row.summary())}</p>\n"
-            f'<pre dir="ltr">{spans}</pre>\n{problems}</section>\n'
+            f'{image_lines}<pre dir="ltr">{_page_spans(row, max_pieces)}</pre>\n'
+            f"{problems}</section>\n"
         )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -529,6 +601,32 @@ def render_html_page(
         f"<title>{_escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{_escape(title)}</h1>\n{lines}{_LEGEND}{sections}</main>\n</body>\n</html>\n"
     )
+
+
+# The tokens, each picture before the first of its own.
+def _page_spans(row: PreviewRow, max_pieces: int) -> str:
+    thumbnails = _thumbnails(row)
+    spans = ""
+    for text, classes, piece in shown_segments(row, max_pieces):
+        spans += thumbnails.get(id(piece), "")
+        spans += f'<span class="{classes}">{html.escape(text)}</span>'
+    return spans
+
+
+def _thumbnails(row: PreviewRow) -> dict[int, str]:
+    numbers = {image.start: number for number, image in enumerate(row.images)}
+    thumbnails, position = dict[int, str](), 0
+    for piece in row.pieces:
+        number = numbers.get(position)
+        if number is not None:
+            alt = f"image {number + 1}"
+            try:
+                uri = row.images[number].picture.thumbnail_uri(MAX_THUMBNAIL_SIDE)
+                thumbnails[id(piece)] = f'<img src="{uri}" alt="{alt}">'
+            except ImageError as error:
+                thumbnails[id(piece)] = f'<span class="bad">{alt}: {_escape(str(error))}</span>'
+        position += len(piece.ids)
+    return thumbnails
 
 
 def _escape(text: str) -> str:

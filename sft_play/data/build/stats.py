@@ -163,6 +163,8 @@ class RowStats:
     image_rows: int = 0
     images: int = 0
     image_tokens: int = 0
+    # The most tokens that the images of a row take.
+    largest_image_row: int = 0
     # The first row that can be trained: `(row number, TokenRow)`, before any cut.
     first_row: Any = None
 
@@ -254,6 +256,7 @@ class RowStats:
         self.image_rows += bool(row.images)
         self.images += len(row.images)
         self.image_tokens += row.image_tokens
+        self.largest_image_row = max(self.largest_image_row, row.image_tokens)
         self.tokens += len(row.input_ids)
         self.trained_tokens += row.trained_tokens
         self.cut_rows += row.cut_tokens > 0
