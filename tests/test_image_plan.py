@@ -18,7 +18,7 @@ from sft_play.launch.planning import build_plan_request, plan_request
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.shape import ModelShape, VisionPass, VisionShape
 from sft_play.planner.batching import ImageLoad, RowTokens
-from sft_play.planner.layout import find_layouts
+from sft_play.planner.layout import Layout, find_layouts
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import Plan, plan_from_json
@@ -156,7 +156,8 @@ def class_with_pictures(kind: str) -> tuple[dict[str, Any], ModelShape]:
     @functools.cache
     def meter(precision: Precision, step: Step, is_trained: bool) -> VisionPass:
         autocast = None if precision.compute == "float32" else precision.compute
-        settings = StepSettings(model=fields, mode="full", weights=precision.load, autocast=autocast)
+        dtype = precision.compute if is_trained else precision.load
+        settings = StepSettings(model=fields, mode="full", weights=dtype, autocast=autocast)
         return measure_vision_pass(fields, settings, picture, name="m", is_trained=is_trained)
 
     weights = measure_vision_weights(fields, name="m")
@@ -180,6 +181,18 @@ def test_estimate_and_trace_count_a_frozen_tower_alike(kind: str, mode: str) -> 
         traced = record_step(step_settings(config, fields, shape, precision, step)).peak
         assert estimate.allocated == pytest.approx(traced, rel=0.01), (checkpointed, pictures, estimate.terms)
         assert estimate.terms["images"] > 0
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("layout", [Layout("ddp", 4), Layout("fsdp", 4, 4)], ids=lambda layout: layout.name)
+def test_ranks_hold_the_tower_whole(layout: Layout, mode: str) -> None:
+    """With an evaluation, whose batches have pictures too."""
+    fields, shape = class_with_pictures("internvl")
+    config, precision = run_of(f"{{mode: {mode}}}"), WITH_MASTERS if mode == "full" else HALF
+    step = Step(4, 2, 768, layout=layout, padded=True, saves=False, pictures=8, eval_batch=8)
+    estimate = estimate_memory(config, shape, precision, step)
+    traced = record_step(step_settings(config, fields, shape, precision, step)).peak
+    assert estimate.allocated == pytest.approx(traced, rel=0.01), estimate.terms
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "internvl"])

@@ -82,7 +82,7 @@ TRACE_VERSION = 20
 # The same for shapes.
 SHAPE_VERSION = 17
 # The same for vision towers.
-VISION_VERSION = 2
+VISION_VERSION = 3
 _PEAK_ADAPTER, _SHAPE_ADAPTER = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 _VISION_ADAPTER, _PASS_ADAPTER = TypeAdapter(VisionWeights), TypeAdapter(VisionPass)
 # The layouts that a trace can run, by their names there.
@@ -743,7 +743,8 @@ class VisionMeter:
         settings = StepSettings(
             model=json.loads(self.config_json),
             mode="full",
-            weights=precision.load,
+            # autocast's copies of weights that train are the step's, not a picture's
+            weights=precision.compute if is_trained else precision.load,
             autocast=precision.compute if precision.compute != "float32" else None,
             attention="eager" if step.attention == "eager" else "sdpa",
             checkpointing=is_trained and step.checkpointed_layers != 0,

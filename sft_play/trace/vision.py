@@ -208,7 +208,9 @@ def _number_indices(indices: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _pass_context(model: Any, settings: StepSettings) -> Iterator[tuple[StorageLog, _RealSizes]]:
+def _pass_context(
+    model: Any, settings: StepSettings, *, is_trained: bool
+) -> Iterator[tuple[StorageLog, _RealSizes]]:
     log = StorageLog(
         workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu)
     )
@@ -217,7 +219,7 @@ def _pass_context(model: Any, settings: StepSettings) -> Iterator[tuple[StorageL
         stack.enter_context(quiet_process())
         stack.enter_context(patches.install_patches(patches.TraceState(settings, log)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _load(model)
+        _load(model, is_trained=is_trained)
         sizes = stack.enter_context(_RealSizes())
         stack.enter_context(log)
         if dtype is not None:
@@ -228,7 +230,7 @@ def _pass_context(model: Any, settings: StepSettings) -> Iterator[tuple[StorageL
 def _run_pass(
     model: Any, settings: StepSettings, picture: Mapping[str, Any], *, is_trained: bool
 ) -> VisionPass:
-    with _pass_context(model, settings) as (log, sizes):
+    with _pass_context(model, settings, is_trained=is_trained) as (log, sizes):
         # what is there before the pass; a view of it counts as nothing new then
         for tensor in (*model.parameters(), *model.buffers(), *picture.values()):
             log.record_tensor(tensor)
@@ -254,14 +256,17 @@ def _run_pass(
         return replace(forward, backward_bytes=backward_bytes)
 
 
-def _load(model: Any) -> None:
-    """Give the tower's tensors a device, without bytes."""
+def _load(model: Any, *, is_trained: bool) -> None:
+    """Give the tower's tensors a device, without bytes. Autocast keeps its casts of those that
+    train."""
     for module in model.modules():
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
                 if tensor is not None and tensor.is_meta:
                     fake = torch.empty_like(tensor, device="cpu")
-                    store[name] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+                    store[name] = (
+                        nn.Parameter(fake, is_trained) if isinstance(tensor, nn.Parameter) else fake
+                    )
 
 
 def _image_features(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:

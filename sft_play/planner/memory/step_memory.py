@@ -436,7 +436,14 @@ class StepMemorySimulation:
         if phase in ("optimizer", "saving"):
             return 0
         has_features = phase != "backward" or self.vision_pass.backward_bytes > 0
-        return one.pixel_bytes + one.feature_bytes * has_features
+        return one.pixel_bytes + one.feature_bytes * has_features + self._vision_cast_bytes
+
+    @property
+    def _vision_cast_bytes(self) -> int:
+        """Autocast's copies of a vision tower that trains in fp32."""
+        itemsize = DTYPE_BYTES[self.precision.compute]
+        casts = self.precision.load != self.precision.compute
+        return itemsize * trained_vision_params(self.config, self.shape) * casts
 
     def _image_phases(
         self, phase: StepPhase, gradients: int, batch_bytes: int, *, rows: int, pictures: int
@@ -445,14 +452,23 @@ class StepMemorySimulation:
         if self.shape.vision is None:
             return
         one, embedded = self.vision_pass.scaled(pictures), self._hidden_bytes(rows, 0)
-        pass_bytes = one.pixel_bytes + one.peak_bytes
-        yield self._phase_terms(phase, gradients, batch_bytes + embedded, images=pass_bytes)
+        pass_bytes = one.pixel_bytes + one.peak_bytes + self._vision_cast_bytes
+        # the embedding's own unit, until the next one is gathered
+        gathered_bytes = self.gather_buffers.embedding or self.gather_buffers.tail
+        yield self._phase_terms(
+            phase,
+            gradients,
+            batch_bytes + embedded,
+            images=pass_bytes,
+            gather_buffers=gathered_bytes,
+        )
         merged_bytes = MERGED_BYTES * rows * self.step.length * self.shape.hidden_size
         yield self._phase_terms(
             phase,
             gradients,
             batch_bytes + 2 * embedded + merged_bytes * self.step.on_gpu,
             images=self._image_bytes(phase, pictures),
+            gather_buffers=gathered_bytes,
         )
 
     @cached_property
@@ -640,7 +656,7 @@ class StepMemorySimulation:
                 "backward",
                 max(self.resident.gradients, self.full_gradient_bytes),
                 live_bytes,
-                images=one.pixel_bytes + one.backward_bytes,
+                images=one.pixel_bytes + one.backward_bytes + self._vision_cast_bytes,
             )
         embedding_gradient = self._table_copy_bytes()
         if self.trained_parameters.trains_embedding:
