@@ -4,6 +4,8 @@ adapters open in plain transformers and PEFT with the run's own logits."""
 import base64
 import functools
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sft_play.config.schema import ImagePixelsConfig
 from sft_play.data.build.splits import DataSplits
 from sft_play.errors import DataError
-from sft_play.finished.export.merge import merge_run
+from sft_play.finished.export.merge import AdaptedModel, card_facts, merge_run
 from sft_play.finished.run import FinishedRun, find_finished_run
+from sft_play.training.checkpoints.card import write_card
 from sft_play.training.checkpoints.checkpoints import record_digests
 from tests.conftest import write_rows
 from tests.finished_runs import finished_run
 from tests.image_families import FAMILIES, make_image_model
+from tests.test_card import snippet
 from tests.test_images import picture_rows
 
 pytestmark = pytest.mark.build
@@ -39,6 +44,12 @@ def image_run(folder: Path, family: str, **options: Any) -> FinishedRun:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run with an adapter on a family, by its name."""
     return functools.cache(lambda family: image_run(tmp_path_factory.mktemp(family), family))
+
+
+def with_pixels(run: FinishedRun, **bounds: int) -> FinishedRun:
+    """The run with data.image_pixels."""
+    data = run.config.data.model_copy(update={"image_pixels": ImagePixelsConfig(**bounds)})
+    return replace(run, config=run.config.model_copy(update={"data": data}))
 
 
 @functools.cache
@@ -90,12 +101,14 @@ def test_merged_models_and_adapters_open_plainly_with_the_runs_logits(family, ru
 
     run = runs(family)
     expected = trained_logits(run)
+    # 1.2e-5 was measured of Gemma 4, at most 2e-6 of the others: a sum is rounded otherwise in a merged weight
+    limit = 3e-5 if family == "gemma4" else 1e-5
     merged = merge_run(run).path
     whole = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)
-    torch.testing.assert_close(logits_of(run, whole), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits_of(run, whole), expected, rtol=0, atol=limit)
     # the same folder, as merge-test and full runs load it
     ours = load_model_folder(merged, images=image_source(run))
-    torch.testing.assert_close(logits_of(run, ours), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits_of(run, ours), expected, rtol=0, atol=limit)
     base = AutoModelForImageTextToText.from_pretrained(run.config.model.name, dtype=torch.float32)
     base_logits = logits_of(run, base)
     adapted = PeftModel.from_pretrained(base, run.weights)
@@ -105,6 +118,22 @@ def test_merged_models_and_adapters_open_plainly_with_the_runs_logits(family, ru
         "preprocessor_config.json",
         "processor_config.json",
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen2_5_vl", {"min": 512, "max": 2048}), ("mistral3", {"max": 1024})]
+)
+def test_bounds_of_pixels_go_with_the_merged_model(family, options, runs, tmp_path):
+    from sft_play.data.masks.image_processor import ImageProcessorSource, load_image_processor
+
+    run = runs(family)
+    bounded = with_pixels(run, **options)
+    folder = merge_run(bounded, out=tmp_path / "merged").path
+    plain = load_image_processor(ImageProcessorSource(str(folder)))
+    trained = load_image_processor(ImageProcessorSource.from_config(bounded.config))
+    own = load_image_processor(ImageProcessorSource.from_config(run.config))
+    counts = [[one.count_tokens(*size) for size in ((200, 100), (16, 16))] for one in (plain, trained, own)]
+    assert counts[0] == counts[1] != counts[2]
 
 
 def test_merge_test_compares_rows_with_images(runs):
@@ -132,6 +161,28 @@ def test_a_tower_that_was_trained_is_read_from_the_runs_own_folder(tmp_path):
     _trained_logits.cache_clear()
     assert names
     assert (trained_logits(run) - before).abs().max() > 1e-3
+
+
+def test_the_cards_code_asks_about_a_picture(runs, tmp_path, monkeypatch):
+    run = runs("gemma3")  # whose processor needs no torchvision
+    monkeypatch.chdir(tmp_path)
+    shutil.copyfile(picture_of(run), "photo.png")
+    folders = {"adapter": shutil.copytree(run.weights, tmp_path / "adapter"),
+               "merged": merge_run(run, out=tmp_path / "merged").path}  # fmt: skip
+    for kind, folder in folders.items():
+        write_card(folder, card_facts(run, AdaptedModel(run, base=None).model_spec, [2], kind=kind, dtype="fp32"))
+        names = {"name": folder, **({"base": Path(run.config.model.name)} if kind == "adapter" else {})}
+        scope: dict[str, Any] = {}
+        exec(snippet((folder / "README.md").read_text(), **names), scope)
+        assert scope["output"].shape[1] > scope["inputs"]["input_ids"].shape[1]
+        assert scope["inputs"]["pixel_values"].shape == (1, 3, 32, 32)
+        assert "pipeline_tag: image-text-to-text" in (folder / "README.md").read_text()
+
+
+def test_the_card_of_an_adapter_has_the_bounds_of_pixels(runs, tmp_path):
+    run = with_pixels(runs("mistral3"), max=1024)
+    write_card(tmp_path, card_facts(run, AdaptedModel(run, base=None).model_spec, [2], kind="adapter"))
+    assert "size = type(processor.image_processor.size)(**{'longest_edge': 32})" in (tmp_path / "README.md").read_text()
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -350,7 +351,7 @@ def _import_processor_class(class_name: str) -> Any:
         del sys.modules[torchvision_module]
 
 
-def _read_json(source: ImageProcessorSource, file: str) -> Mapping[str, Any]:
+def _read_json(source: ImageProcessorSource, file: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     path = cached_file(
@@ -387,7 +388,7 @@ def _build_processor(
 def _bound_pixels(image_processor: Any, source: ImageProcessorSource) -> None:
     """Set the bounds of a picture's pixels in the processor's own terms. Raises ModelError where it
     has none: every picture takes the same tokens then."""
-    size = {**image_processor.size}
+    size = dict(image_processor.size)
     minimum, maximum = source.min_pixels, source.max_pixels
     if {"shortest_edge", "longest_edge"} <= size.keys() and hasattr(image_processor, "patch_size"):
         # of these classes (Qwen, GLM) both numbers are areas, whatever they are called
@@ -404,6 +405,43 @@ def _bound_pixels(image_processor: Any, source: ImageProcessorSource) -> None:
         f"data.image_pixels: {type(image_processor).__name__} resizes every picture to"
         f" {one_line(json.dumps(dict(size)))} and has no such bound; leave the key out"
     )
+
+
+def bounded_size(source: ImageProcessorSource) -> dict[str, int] | None:
+    """The size of its image processor with the bounds of `data.image_pixels`, as its file has it;
+    None without bounds. Raises ModelError: it has no such bounds."""
+    from transformers import AutoImageProcessor
+
+    if source.min_pixels is None and source.max_pixels is None:
+        return None
+    image_processor = AutoImageProcessor.from_pretrained(
+        source.location, revision=source.revision, backend="pil"
+    )
+    _bound_pixels(image_processor, source)
+    return dict(image_processor.size)
+
+
+def copy_processor_files(
+    base_folder: Path, folder: Path, source: ImageProcessorSource | None = None
+) -> None:
+    """Copy the files that a base's class reads images by into a folder of trained weights. The
+    bounds of `source` are written into them: others make the tokens of training then."""
+    for file in base_folder.glob("*processor*.json"):
+        shutil.copyfile(file, folder / file.name)
+    if source is None:
+        return
+    size = bounded_size(replace(source, location=str(folder), revision=None))
+    if size is None:
+        return
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        fields = _read_json(ImageProcessorSource(str(folder)), name)
+        # since transformers 5 it may be a part of the processor's own file
+        section = fields if name.startswith("pre") else fields.get("image_processor")
+        if section:
+            section["size"] = size
+            for old_name in ("min_pixels", "max_pixels"):  # would go before the size
+                section.pop(old_name, None)
+            (folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=2)

@@ -36,8 +36,9 @@ from transformers.core_model_loading import (
 )
 
 from sft_play.answers import Answer
+from sft_play.data.masks.image_processor import copy_processor_files
 from sft_play.errors import ConfigError, ModelError
-from sft_play.finished.respond import build_run_renderer
+from sft_play.finished.respond import build_run_renderer, image_source
 from sft_play.finished.run import (
     MERGE_FILE,
     MERGED_FOLDER,
@@ -673,10 +674,10 @@ def _write_configs(
     )
     adapted.tokenizer.save_pretrained(folder)
     stop_ids = write_generation_config(adapted.run, adapted.tokenizer, base_folder, folder)
-    # code of the model's own, which config.json's auto_map names, and what its class reads images
-    # with
-    for file in (*base_folder.glob("*.py"), *base_folder.glob("*processor*.json")):
+    # code of the model's own, which config.json's auto_map names
+    for file in base_folder.glob("*.py"):
         shutil.copyfile(file, folder / file.name)
+    copy_processor_files(base_folder, folder, image_source(adapted.run))
     return stop_ids
 
 

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.masks.image_processor import ImageProcessorSource, bounded_size
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template import select_template_kwargs
 from sft_play.models.config_json import find_model_folder
@@ -94,6 +95,9 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
+    has_images, image_size = _has_images(facts), None
+    if has_images:
+        image_size = bounded_size(ImageProcessorSource.from_config(config))
     template_options = ""
     if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
         template_options = f", **{kwargs!r}"
@@ -127,6 +131,8 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         plan=facts.plan,
         config=config,
         template_options=template_options,
+        has_images=has_images,
+        image_size=image_size,
         method=method,
         train=config.train,
         lora=config.tuning.lora,
@@ -142,6 +148,11 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     return str(ModelCard(text))
 
 
+def _has_images(facts: CardFacts) -> bool:
+    entries = (facts.manifest.get("data") or {}).values()
+    return any((entry.get("report") or {}).get("image_rows") for entry in entries)
+
+
 # What the hub lists and links: library, tags, data sets of the hub, licence, and a base on the hub.
 def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
     data, mode = facts.config.data, facts.config.tuning.mode
@@ -153,7 +164,7 @@ def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
     }
     return ModelCardData(
         library_name="peft" if facts.kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if _has_images(facts) else "text-generation",
         datasets=sorted(datasets) or None,
         tags=[
             "sft_play",
@@ -211,6 +222,8 @@ def _loading_code(
     classes = ["AutoModelForCausalLM", "AutoTokenizer"]
     if facts.model_spec.text_tower is not None:
         classes[0] = "AutoModelForImageTextToText"
+    if _has_images(facts):
+        classes.append("AutoProcessor")
     if facts.kind != "adapter":
         return classes, ['dtype="auto"', 'device_map="auto"', *trust_arguments]
     options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *trust_arguments]

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
@@ -329,6 +330,7 @@ def _write_consolidated(
             options["base_folder"] = fetch_base_folder(
                 config.model.name, revision=config.model.revision
             )
+            options["images"] = ImageProcessorSource.from_config(config)
     model = build_meta_model(
         resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code
     )

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from sft_play.data.masks.image_processor import ImageProcessorSource, copy_processor_files
 from sft_play.errors import ModelError
 from sft_play.files import atomic
 from sft_play.log import one_line
@@ -239,14 +239,16 @@ def save_model(
     path: Path,
     *,
     base_folder: Path | None = None,
+    images: ImageProcessorSource | None = None,
     steps: int = 0,
     **write_options: Any,
 ) -> int:
     """Save the adapter, or the whole model, with its tokenizer: written aside, read back, checked,
     then renamed. Returns the bytes of its tensors. `base_folder`: the base's folder, which has the
-    other parts of a whole class; `steps`: optimizer steps taken (after two, a lora_B of zeros is an
-    error); `write_options`: passed to `write_weights`. Raises ModelError: what was written is
-    empty, not finite, or not what the model holds."""
+    other parts of a whole class, and `images` how the run used its processor; `steps`: optimizer
+    steps taken (after two, a lora_B of zeros is an error); `write_options`: passed to
+    `write_weights`. Raises ModelError: what was written is empty, not finite, or not what the model
+    holds."""
     with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as staging:
         write_weights(model, staging, **write_options)
         # PEFT's blank form, which names the base by its path
@@ -256,7 +258,7 @@ def save_model(
             staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1
         )
         if base_folder is not None:
-            expand_to_full_class(model, staging, base_folder)
+            expand_to_full_class(model, staging, base_folder, images=images)
         return size
 
 
@@ -337,9 +339,12 @@ def write_weights(
         path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
+def expand_to_full_class(
+    model: Any, folder: Path, base_folder: Path, *, images: ImageProcessorSource | None = None
+) -> None:
     """Make of a folder with a language model's weights one of its whole class, under the names that
-    the base's files have; all else is the base's, bit by bit. A model of text stays as it is."""
+    the base's files have; all else is the base's, bit by bit, but the bounds of `images`. A model
+    of text stays as it is."""
     text_tower = find_text_tower(model)
     if text_tower is None or has_adapter(model):
         return
@@ -405,8 +410,7 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
-    for file in base_folder.glob("*processor*.json"):
-        shutil.copyfile(file, folder / file.name)
+    copy_processor_files(base_folder, folder, images)
 
 
 # Tensors in the names and pieces that their class saves them in, a block at a time, where there is

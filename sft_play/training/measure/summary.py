@@ -515,6 +515,7 @@ def _save_trained_weights(
                 tokenizer,
                 path,
                 base_folder=base_folder,
+                images=prepared.image_source,
                 state_dict=state,
                 tensors=tensors,
                 dtype=dtype,
