@@ -886,17 +886,19 @@ def count_rows_before_planning(
 
 
 def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
-    """Add what is known once the rows are counted: their lengths, and the one layout of all
-    stages."""
+    """Add what is known once the rows are counted: their lengths, what looks at their images, and
+    the one layout of all stages."""
     first, *others = [request.plan_request.allowed_layouts for request in stage_requests]
     # a stage that is resumed cannot take every layout
     layouts = tuple(name for name in first if all(name in allowed for allowed in others))
-    finished_requests = [
-        request.with_changes(
-            row_tokens=cached_row_tokens(request.run.config), allowed_layouts=layouts
+    finished_requests = []
+    for request in stage_requests:
+        rows, shape = cached_row_tokens(request.run.config), request.plan_request.shape
+        if rows is not None and rows.images is not None:
+            shape = load_run_model_shape(request.run.config, rows)
+        finished_requests.append(
+            request.with_changes(row_tokens=rows, shape=shape, allowed_layouts=layouts)
         )
-        for request in stage_requests
-    ]
     if not others or len(layouts) == 1:
         return finished_requests
     layout = common_layout([request.plan_request for request in finished_requests])

@@ -431,7 +431,8 @@ class PlannedLoop(EvaluatedLoop):
             accelerator.device,
             num_processes=1,
             process_index=0,
-            put_on_device=accelerator.device_placement,
+            # each batch as it is computed, where pixels of a whole step would take much memory
+            put_on_device=accelerator.device_placement and self.data_collator.images is None,
             # page-locked memory is kept until its copy has ended
             non_blocking=self.args.dataloader_pin_memory,
         )

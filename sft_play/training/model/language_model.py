@@ -4,11 +4,12 @@ Where transformers has only the decoder (`Qwen2_5_VLTextModel`), it gets a head 
 so that everything that takes a causal language model takes it. What is written carries the names
 of the whole class (`TextTower`), whose other weights stay as published."""
 
+import contextlib
 import copy
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings
+from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -76,7 +78,7 @@ class TextTower:
         """The whole class without weights; None where it is none of images and text, or lacks a
         package."""
         try:
-            with torch.device("meta"):
+            with outside_zero3(), torch.device("meta"):
                 return AutoModelForImageTextToText.from_config(copy.deepcopy(self.full_config))
         except Exception:  # each class in its own way
             return None
@@ -98,6 +100,17 @@ class TextTower:
         return _replace_prefix(
             name, [(full_prefix, text_prefix) for text_prefix, full_prefix in self.prefixes]
         )
+
+
+@contextlib.contextmanager
+def outside_zero3() -> Iterator[None]:
+    """Read and build models whole while ZeRO-3 is configured, which divides them as they are."""
+    configured = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = configured
 
 
 # Replaces the first of the prefixes that the name begins with.

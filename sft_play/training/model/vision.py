@@ -26,13 +26,9 @@ from sft_play.data.sources.images import Picture
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
-from sft_play.training.model.language_model import find_text_tower
+from sft_play.training.model.language_model import find_text_tower, outside_zero3
 from sft_play.training.model.model_loading import NO_ADAPTER_KWARGS, silence_load_report
-from sft_play.training.model.vision_parts import (
-    adopt_trained_parts,
-    outside_zero3,
-    require_image_class,
-)
+from sft_play.training.model.vision_parts import adopt_trained_parts, require_image_class
 
 # What a batch has beside text where a row of it may have pictures.
 TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")

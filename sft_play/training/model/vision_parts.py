@@ -4,14 +4,12 @@ Those stand in the language model too, as a module of its own, and are saved und
 they have in the whole class.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers.integrations import deepspeed as hf_deepspeed
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
@@ -29,8 +27,7 @@ def require_image_class(text_tower: TextTower | None, name: str) -> Any:
             f"the rows have images, and {one_line(name)} is a model of text; take an image-text"
             " base, or rows without images"
         )
-    with outside_zero3():
-        full_model = text_tower.build_full_model()
+    full_model = text_tower.build_full_model()
     is_known = text_tower.prefixes[0][0] != "" and hasattr(
         getattr(full_model, "model", None), "get_image_features"
     )
@@ -41,17 +38,6 @@ def require_image_class(text_tower: TextTower | None, name: str) -> Any:
             " do"
         )
     return full_model
-
-
-@contextlib.contextmanager
-def outside_zero3() -> Iterator[None]:
-    """Read and build models whole while ZeRO-3 is configured, which divides them as they are."""
-    configured = hf_deepspeed._hf_deepspeed_config_weak_ref
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = configured
 
 
 def add_trained_parts(text_tower: TextTower, full_model: Any, *, tower: bool) -> TextTower:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import resolved_config_without_paths
-from sft_play.data.build.packing import is_packing_enabled
 from sft_play.data.build.splits import DataSplits, build_splits
 from sft_play.data.checks import judge_special_tokens, judge_split
 from sft_play.data.masks.image_processor import ImageProcessorSource
@@ -23,7 +22,13 @@ from sft_play.errors import BackendError, ConfigError, DataError, stage_context
 from sft_play.log import one_line
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.config_json import base_weights_identity, require_available_model
-from sft_play.planner.backend import Backend, check_trackers, choose_backend, unsloth_model_problem
+from sft_play.planner.backend import (
+    Backend,
+    check_image_options,
+    check_trackers,
+    choose_backend,
+    unsloth_model_problem,
+)
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.training import distributed
@@ -175,14 +180,15 @@ def prepare(job: RunJob) -> Prepared:
 # Rows with images come padded with a mask, in the layouts that a plan for them has; a plan that was
 # made without a look at the rows may have another.
 def _require_image_plan(job: RunJob, model_spec: ModelSpec) -> None:
+    check_image_options(job.loaded.config)
     layout, attention = job.plan.choice.layout, model_spec.attention.name
-    is_padded = not is_packing_enabled(job.loaded.config) and attention in ("sdpa", "eager")
+    is_padded = attention in ("sdpa", "eager")
     is_whole_row = layout.context_parallel == layout.tensor_parallel == 1
     if is_padded and is_whole_row and not layout.is_streamed:
         return
     raise DataError(
         f"rows have images, and the plan ({layout.name}, attention {attention}) is one for rows of"
-        " text: it was made without them; plan again where the data is, without data.packing"
+        " text: it was made without them; plan again where the data is"
     )
 
 
