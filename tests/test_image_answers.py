@@ -21,6 +21,7 @@ from sft_play.finished.run import FinishedRun, find_finished_run
 from sft_play.training.checkpoints.card import write_card
 from sft_play.training.checkpoints.checkpoints import record_digests
 from tests.conftest import write_rows
+from tests.converter import converter
 from tests.finished_runs import finished_run
 from tests.image_families import FAMILIES, make_image_model
 from tests.test_card import snippet
@@ -274,6 +275,35 @@ def test_eval_scores_rows_with_images_by_their_pictures(runs, tmp_path):
     expected = torch.nn.functional.cross_entropy(trained_logits(run)[0, :-1], labels[0, 1:], reduction="sum")
     score = score_rows_of_run(run, load_trained_model(run), [row])[0]
     assert score.nll == pytest.approx(expected.item(), rel=1e-5)
+
+
+# --- for llama.cpp --------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_export_writes_the_projector_or_says_that_the_class_has_none(family, tmp_path, monkeypatch):
+    pytest.importorskip("gguf", reason="the extra sft-play[gguf] is not installed")
+    from sft_play.finished.export.checks import export_test, read_fields
+    from sft_play.finished.export.export import export_run
+    from sft_play.finished.run import find_gguf
+
+    folder = converter()
+    # it takes the number of a projector's layer for one of the tower's blocks
+    chosen = FAMILIES[family]
+    monkeypatch.setitem(FAMILIES, family, replace(chosen, vision={**chosen.vision, "depth": 3}))
+    run = image_run(tmp_path, family)
+    file = Path(run.config.model.name) / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    exported = export_run(run, "gguf", llama_cpp=folder)
+    assert find_gguf(run, None) == exported.file
+    # transformers reads no file of Qwen2.5-VL, so that its answers are not compared
+    assert [check for check in export_test(run).checks if check.ok is False] == []
+    if family == "gemma3":  # whose tower transformers writes under other names than the published ones
+        assert exported.projector is None
+        said = "\n".join(exported.lines())
+        assert "takes text alone, llama.cpp's converter writes no projector for Gemma3ForConditionalGeneration" in said
+        return
+    assert f"--mmproj {exported.projector}" in exported.commands[0]
+    assert read_fields(exported.projector)["clip.has_vision_encoder"] is True
 
 
 # --- over HTTP ------------------------------------------------------------------------------------

@@ -354,14 +354,17 @@ def require_export_target(target: Path, *, replace: bool) -> None:
 
 def find_gguf(run: FinishedRun, path: Path | None) -> Path:
     """Find the exported GGUF: the file `path`, the one in the folder `path`, or the run's own
-    (`path` None). Raises RunFolderError where there is none, or several."""
+    (`path` None); not that of a projector. Raises RunFolderError where there is none, or
+    several."""
     folders = [run.folder.path / EXPORT_FOLDER / name for name in ("gguf", "ollama")]
     if path is not None:
         folders = [path]
         if path.is_file():
             return path
     for folder in folders:
-        files = sorted(folder.glob("*.gguf"))
+        files = sorted(
+            file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj-")
+        )
         if len(files) > 1:
             raise RunFolderError(
                 f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}"

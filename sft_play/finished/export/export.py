@@ -21,7 +21,7 @@ from typing import Any
 
 from sft_play.answers import Answer
 from sft_play.data.masks.sandbox import RenderError
-from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
+from sft_play.errors import BackendError, ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export.checks import (
     EnginePrompts,
     adds_space_prefix,
@@ -60,6 +60,7 @@ from sft_play.finished.run import (
     require_space,
     staged_folder,
 )
+from sft_play.log import one_line
 from sft_play.machine.software import install_command
 from sft_play.runs.folder import read_json, write_json
 from sft_play.text import format_duration, format_size
@@ -84,6 +85,8 @@ class ExportResult(Answer):
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
+    # What turns images into embeddings; None for a run on text alone, and where there is none.
+    projector: Path | None = None
     # Prompts that have training's token ids by the file's own tokenizer.
     prompts_checked: int = 0
     # What was merged, and whether merge-test passed, in words; None without an adapter.
@@ -98,6 +101,8 @@ class ExportResult(Answer):
             )
         facts = filter(None, [self.quant, format_size(self.bytes), format_duration(self.wall_s)])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
+        if self.projector:
+            lines.append(f"Images: by the projector {self.projector}")
         lines += [f"Serve: {command}" for command in self.commands]
         next_line = next_command_line("push", "REPO=user/name", RUN=self.run)
         if self.file is not None:
@@ -156,6 +161,7 @@ def export_run(
             "quant": result.quant,
             "converter": converter_folder and converter_folder.name,
             "file": result.file and result.file.name,
+            "projector": result.projector and result.projector.name,
             # what the weights are made of travels with them
             "merge": read_merge_record(model_folder) or None,
         }
@@ -238,6 +244,17 @@ def _write_gguf(
     )
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
+    projector, notes = None, list[str]()
+    if run.has_images and format == "ollama":
+        notes.append("Images: the Modelfile takes text alone; FORMAT=gguf writes the projector too")
+    elif run.has_images:
+        projector = staging_folder / f"mmproj-{name}.gguf"
+        reason = _write_projector(converter_folder, staged_model, projector, converted_quant, name)
+        if reason:
+            projector = None
+            notes.append(f"Images: the file takes text alone, {reason}")
+        else:
+            command += f" --mmproj {shlex.quote(str(target / projector.name))}"
     shutil.rmtree(staged_model)
     paired_prompts = prompts.probe_prompts()
     try:
@@ -246,7 +263,7 @@ def _write_gguf(
         logger.warning(
             "Export: the run's data is gone, so its prompts are not compared (%s)", error
         )
-    prompts_checked, notes = 0, []
+    prompts_checked = 0
     for check in check_file(run, file, read_fields(file), prompts, paired_prompts):
         # a GGUF has three places for stop tokens: a fourth is a note, and no fault of the file
         if check.ok is False and check.name != "Stop tokens":
@@ -268,8 +285,31 @@ def _write_gguf(
         tuple(notes),
         target / file.name,
         file_quant,
+        projector and target / projector.name,
         prompts_checked,
     )
+
+
+def _write_projector(
+    converter_folder: Path, staged_model: Path, target: Path, quant: Quant, name: str
+) -> str:
+    """Write the projector of the staged model; returns why there is none, empty where there is."""
+    try:
+        convert_to_gguf(
+            converter_folder,
+            staged_model,
+            target,
+            quant="f16" if quant == "q8_0" else quant,
+            name=name,
+            vocabulary={"pre": None, "fields": {}},
+            is_projector=True,
+        )
+    except BackendError as error:
+        target.unlink(missing_ok=True)
+        class_name = (read_json(staged_model / "config.json").get("architectures") or ["it"])[0]
+        last_line = one_line(str(error).splitlines()[-1].strip(), limit=200)
+        return f"llama.cpp's converter writes no projector for {class_name}: {last_line}"
+    return ""
 
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:

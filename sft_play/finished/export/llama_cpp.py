@@ -156,13 +156,16 @@ def convert_to_gguf(
     quant: str,
     name: str,
     vocabulary: Mapping[str, Any],
+    is_projector: bool = False,
 ) -> None:
     """Convert the model in a folder to the GGUF `target`, by llama.cpp's converter in a process of
     its own. `name` is the model's in the file; `vocabulary` is what `run_llama_cpp.py` reads.
-    Raises BackendError with the converter's last lines where it failed."""
+    `is_projector`: what turns images into embeddings, in a file of its own, in place of the
+    language model. Raises BackendError with the converter's last lines where it failed."""
     words = [
         *("convert", str(converter_folder), str(model_folder)),
         *("--outfile", str(target), "--outtype", quant, "--model-name", name),
+        *(["--mmproj"] if is_projector else []),
     ]
     _run(
         words,
