@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from sft_play.commands import new
 from sft_play.commands.request import Request, read_request
@@ -30,6 +31,7 @@ from sft_play.launch.planning import plan_run
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import load_config_json
 from tests.conftest import ROOT, shared, write_rows
+from tests.image_families import make_image_model
 from tests.models import make_llama
 
 build = pytest.mark.build
@@ -362,3 +364,22 @@ def test_a_secret_is_in_no_comment_wherever_it_stands():
     said = "\n".join(translate_file(text, name="x.yaml", user_settings={"model.name": "a/b"}).comments())
     assert not any(secret in said for secret in ("hf_0", "zzz", "hf_1", "hf_2", "w_3")), said
     assert said.count("not shown") >= 4
+
+
+@build
+def test_data_with_images_is_recognised_and_a_base_of_text_is_told_so(tmp_path, tiny_llama, succeed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (240, 48)).save("a.png")
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [{"question": "<image>how many?", "answer": "3", "image": "a.png"}, {"question": "a", "answer": "b"}],
+    )
+    base = make_image_model(tmp_path / "base", "qwen2_5_vl")
+    words = ("new", "--data", "rows.jsonl", "tuning.mode=lora")
+    of_text = succeed(*words, "--model", str(tiny_llama), "--out", "text.yaml")
+    assert "is a model of text and takes none; give MODEL= an image-text base, such as Qwen/Qwen2.5-VL" in of_text
+    # 45 tokens of the image (15 x 3), 56 of the template, and the texts
+    of_images = succeed(*words, "--model", str(base), "--out", "images.yaml")
+    assert "1 of the first 2 with images" in of_images
+    assert "is a model of text" not in of_images
+    assert load_config("images.yaml").config.model.max_seq_len == 128

@@ -319,7 +319,7 @@ def test_the_command_prints_one_object_and_ends_by_its_pid_without_waiting_for_a
 
 @pytest.mark.parametrize("settings", [{"system_into_user": True}, {"merge_consecutive": True}])
 def test_prompt_ids_are_those_of_training_rows(world, settings):
-    from sft_play.finished.openai import read_request
+    from sft_play.finished.openai import render_request
     from sft_play.finished.respond import Responder
 
     run = find_finished_run(world, "lora")
@@ -334,11 +334,11 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     assert isinstance(example, Chat)
     trained = Renderer(responder.tokenizer, data, max_seq_len=200)(example)
     before = [label == IGNORED for label in trained.labels].index(False)
-    assert read_request(responder, turns)[0] == trained.input_ids[:before]
+    assert render_request(responder, turns)[0] == trained.input_ids[:before]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
-    assert read_request(responder, parts)[0] == trained.input_ids[:before]
+    assert render_request(responder, parts)[0] == trained.input_ids[:before]
     with pytest.raises(DataError, match="image"):
-        read_request(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        render_request(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
 def test_the_lines_are_commands_that_can_be_pasted_and_say_the_models_positions(lora):

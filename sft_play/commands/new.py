@@ -1,6 +1,7 @@
 """`new`: the run YAML of a model and data, or of another tool's file."""
 
 import contextlib
+import functools
 import re
 import shlex
 from collections.abc import Mapping
@@ -11,19 +12,27 @@ from sft_play.config.load import config_from_text
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.config.yaml_io import JsonValue, nest_values, parse_yaml_value, read_text, walk_leaves
 from sft_play.data.checks import missed_column_lines
-from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
+from sft_play.data.infer_dataset import (
+    CountImageTokens,
+    CountTokens,
+    estimate_image_tokens,
+    estimate_tokens,
+    infer_dataset,
+)
+from sft_play.data.masks.image_processor import ImageProcessorSource, cached_image_processor
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.files import atomic
 from sft_play.launch.planning import plan_run, require_capable_machine
 from sft_play.launch.run_hardware import go_offline_without_hub
 from sft_play.log import one_line, redact
-from sft_play.models.config_json import find_model_folder
+from sft_play.models.config_json import find_model_folder, load_config_json
 from sft_play.planner.explain import long_cpu_warnings
 from sft_play.runs.folder import read_json
 from sft_play.trace.confirm import load_run_model_shape
 from sft_play.variables import spell_commands
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
+EXAMPLE_IMAGE_BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
 # lines for the file's head, settings, comments below them
 _RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]
 
@@ -138,6 +147,7 @@ def _infer_run_yaml(request: Request, user_settings: Mapping[str, JsonValue]) ->
     dataset_info = infer_dataset(
         request.data,
         count_tokens=_token_counter(folder),
+        count_image_tokens=_image_token_counter(request.model),
         max_positions=load_run_model_shape(qlora_config).max_positions,
         columns={
             path.removeprefix("data.columns."): value
@@ -160,11 +170,30 @@ def _infer_run_yaml(request: Request, user_settings: Mapping[str, JsonValue]) ->
     mode_reason = "as SET says"
     if "tuning.mode" not in user_settings:
         settings["tuning.mode"], mode_reason = _select_mode(request, settings)
-    return (
-        [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"],
-        settings,
-        [],
-    )
+    head = [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"]
+    if dataset_info.has_images and not _takes_images(request.model):
+        head.append(
+            f"images: {one_line(request.model)} is a model of text and takes none; give MODEL= an"
+            f" image-text base, such as {EXAMPLE_IMAGE_BASE}"
+        )
+    return head, settings, []
+
+
+def _takes_images(model: str) -> bool:
+    return "vision_config" in load_config_json(model)
+
+
+# Asked only where rows have images: it loads the base's processor.
+def _image_token_counter(model: str) -> CountImageTokens:
+    @functools.cache
+    def load_counter() -> CountImageTokens:
+        with contextlib.suppress(SftPlayError):
+            if _takes_images(model):
+                location = find_model_folder(model) or model
+                return cached_image_processor(ImageProcessorSource(str(location))).count_tokens
+        return estimate_image_tokens
+
+    return lambda width, height: load_counter()(width, height)
 
 
 # The first mode that fits without offload, else the first that fits; and why.

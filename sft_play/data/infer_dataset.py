@@ -47,6 +47,8 @@ _MIN_STEPS = 20
 
 # The tokens of a text.
 CountTokens = Callable[[str], int]
+# The tokens of an image, by its width and height.
+CountImageTokens = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ class InferredDataset:
     description: str
     is_chat: bool
     format: str
+    has_images: bool = False
+
+
+def estimate_image_tokens(width: int, height: int) -> int:
+    """Estimate the tokens of an image as Qwen2.5-VL has them: one for 28 x 28 pixels."""
+    return -(-width // 28) * -(-height // 28)
 
 
 def estimate_tokens(text: str) -> int:
@@ -70,6 +78,7 @@ def infer_dataset(
     data_path: str,
     *,
     count_tokens: CountTokens = estimate_tokens,
+    count_image_tokens: CountImageTokens = estimate_image_tokens,
     max_positions: int | None = None,
     columns: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> InferredDataset:
@@ -81,6 +90,7 @@ def infer_dataset(
         _infer_with_encoding,
         data_path,
         count_tokens=count_tokens,
+        count_image_tokens=count_image_tokens,
         max_positions=max_positions,
         columns=dict(columns),
     )
@@ -103,6 +113,7 @@ def _infer_with_encoding(
     encoding: Encoding,
     *,
     count_tokens: CountTokens,
+    count_image_tokens: CountImageTokens,
     max_positions: int | None,
     columns: dict[str, Any],
 ) -> InferredDataset:
@@ -147,6 +158,8 @@ def _infer_with_encoding(
     for index, example in enumerate(examples):
         if isinstance(example, Chat):
             row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
+            for picture in example.images:
+                row_tokens[index] += count_image_tokens(picture.width, picture.height)
     default_batch = batch = TrainConfig().effective_batch_size
     if is_cpt:
         task, description = "cpt", f"{row_count:,} text{'s' * (row_count > 1)}"
@@ -160,6 +173,9 @@ def _infer_with_encoding(
         length = _choose_length(row_tokens)
         description = f"{row_count:,} row{'s' * (row_count > 1)} ({reader.format})"
         task, description = "sft", f"{description}, the longest of about {max(row_tokens):,} tokens"
+    image_rows = sum(bool(getattr(example, "images", ())) for example in examples)
+    if image_rows:
+        description += f"; {image_rows:,} of the first {len(examples):,} with images"
     if bad_rows:
         description += (
             f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used:"
@@ -176,7 +192,11 @@ def _infer_with_encoding(
         rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
         settings["data.val_fraction"] = _held_out_share(rows_to_split, () if is_cpt else examples)
     return InferredDataset(
-        settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format
+        settings,
+        description,
+        not is_cpt and isinstance(examples[0], Chat),
+        reader.format,
+        image_rows > 0,
     )
 
 

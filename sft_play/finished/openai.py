@@ -225,7 +225,7 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
 # --- requests -------------------------------------------------------------------------------------
 
 
-def read_request(
+def render_request(
     responder: Responder, messages: Sequence[Message], tools: Any = None
 ) -> tuple[list[int], tuple[Picture, ...]]:
     """Read and render a request's messages as training does a row; returns token ids and pictures.
@@ -371,7 +371,7 @@ class _ChatHandler(ChatCompletionHandler):
                 f"the messages are far longer than the model's {positions} positions", "messages"
             )
         try:
-            prompt_ids, images = read_request(self._responder, messages, tools)
+            prompt_ids, images = render_request(self._responder, messages, tools)
         except (DataError, ModelError) as error:
             raise bad_request(str(error), "messages") from error
         if positions is not None and len(prompt_ids) >= positions:
