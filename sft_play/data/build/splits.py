@@ -34,6 +34,7 @@ from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource, DataPaths, data_part_split
 from sft_play.data.sources.formats import Chat, Text, require_known_columns
+from sft_play.data.sources.images import Picture
 from sft_play.errors import DataError
 
 # Which rows of several sources an epoch has: exact shares, every row of a source as often as the
@@ -222,7 +223,10 @@ class DataSplit:
     def first_row(self) -> TokenRow:
         """The first row."""
         row = self.rows[0]
-        return TokenRow(self.stats.source, list(row["input_ids"]), list(row["labels"]))
+        images = tuple(Picture(**picture) for picture in row.get("images") or ())
+        return TokenRow(
+            self.stats.source, list(row["input_ids"]), list(row["labels"]), images=images
+        )
 
 
 @dataclass(frozen=True)
