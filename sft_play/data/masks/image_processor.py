@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -306,7 +307,41 @@ def load_image_processor(source: ImageProcessorSource, tokenizer: Any = None) ->
         ) from error
     if source.min_pixels is not None or source.max_pixels is not None:
         _bound_pixels(processor.image_processor, source)
-    return ImageProcessor(processor, name)
+    image_processor = ImageProcessor(processor, name)
+    _require_own_result(image_processor)
+    return image_processor
+
+
+def _require_own_result(image_processor: ImageProcessor) -> None:
+    """Raise ModelError where the processor, called as a whole on one picture, gives other tokens or
+    other tensors than are made here from its parts."""
+    processor, picture = image_processor.processor, ImageProcessor._blank(_PROBED_SIZES[1])
+    tensors, expansions = image_processor.process([[picture]])
+    expansion = expansions[0]
+    ids = processor.tokenizer(expansion.text, add_special_tokens=False)["input_ids"]
+    expanded = expand_runs(ids, ids, image_processor.token_ids, expansion.run_lengths, ignored=0)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of how its numbers become tensors
+            result = processor(
+                text=[image_processor.placeholder],
+                images=[[picture]],
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+    except Exception as error:  # each class in its own way
+        problem = f"it does not take one image as others do: {one_line(str(error), limit=200)}"
+    else:
+        names = {*tensors, *image_processor.token_types([ids]), *_TEXT_KEYS}
+        problem = ""
+        if names != {*result}:
+            problem = f"it gives the model {', '.join(sorted(names ^ {*result}))} beside"
+        elif expanded is None or result["input_ids"][0].tolist() != expanded[0]:
+            problem = "its tokens of an image are not those of its own expansion"
+    if problem:
+        raise ModelError(
+            f"{one_line(image_processor.name)}: {type(processor).__name__} is not known here, so"
+            f" rows with images cannot be trained: {problem}"
+        )
 
 
 def _find_processor_class(source: ImageProcessorSource) -> Any:

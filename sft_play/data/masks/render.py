@@ -315,6 +315,9 @@ class Renderer:
             messages, fit_notes = self._fit_messages(locator, chat)
             chat = replace(chat, messages=tuple(messages))
             special_texts = self.special_token_guard.find(*conversation_texts(messages))
+            if chat.images:  # a template that takes no parts has the placeholder in the text
+                placeholder = self.image_processor.placeholder
+                special_texts = [text for text in special_texts if text != placeholder]
             special_count = len(special_texts)
             if special_count and self.data.special_tokens_in_text == "fail":
                 raise InexactMaskError(
@@ -426,7 +429,12 @@ class Renderer:
         processor = self.image_processor
         replacements: list[Replacement] = []
         run_lengths: list[int] = []
-        offsets = iter_placeholders(text, processor.placeholder)
+        offsets = list(iter_placeholders(text, processor.placeholder))
+        if len(offsets) != len(chat.images):
+            raise InexactMaskError(
+                "a text of a row with images holds special tokens, which hide the images from the"
+                " chat template (data.special_tokens_in_text=control takes them as it does)"
+            )
         for picture, start in zip(chat.images, offsets, strict=True):
             expansion = processor.expand(
                 picture.width, picture.height, is_alone=len(chat.images) == 1

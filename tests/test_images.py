@@ -1,0 +1,246 @@
+"""Rows with images, trained: as TRL trains them on the whole class, on every layout, and resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import write_rows, write_run
+from tests.image_families import FAMILIES, make_image_model
+
+pytestmark = pytest.mark.build
+
+# Trained by the default suite; the others are slow.
+QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
+STEPS, ROWS, RATE = 3, 8, 1e-4
+
+
+def picture_rows(folder: Path, *, count: int = ROWS, seed: int = 0, fewest: int = 1) -> list[dict[str, Any]]:
+    """Write pictures of noise in many shapes, and rows that ask about one or two of them, or none."""
+    from PIL import Image
+
+    draw, rows = random.Random(seed), []
+    for number in range(count):
+        names = []
+        for place in range(draw.randint(fewest, 2)):
+            size = draw.randint(16, 80), draw.randint(16, 80)
+            names.append(f"{number}-{place}.png")
+            Image.frombytes("RGB", size, draw.randbytes(size[0] * size[1] * 3)).save(folder / names[-1])
+        parts = [*({"type": "image"} for _ in names), {"type": "text", "text": f"what is {number}?"}]
+        draw.shuffle(parts)
+        answer = "it is " + " ".join(draw.choices(("on", "off", "today"), k=draw.randint(1, 5)))
+        messages = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+        rows.append({"messages": messages, "images": names})
+    return rows
+
+
+def image_run(folder: Path, family: str, rows: list[dict[str, Any]], **sections: Any) -> Path:
+    """Write a family's model and a run YAML of a few steps over all rows."""
+    base = make_image_model(folder / "base", family)
+    template = base / "chat_template.jinja"
+    # TRL trains the line break behind an answer, which ends no turn
+    template.write_text(template.read_text().replace("<|im_end|>\n", "<|im_end|>"))
+    train = {"max_steps": STEPS, "learning_rate": RATE, "effective_batch_size": ROWS, "lr_scheduler_type": "constant",
+             "warmup_steps": 0, **sections.pop("train", {})}  # fmt: skip
+    sections.setdefault("model", {"max_seq_len": 1024})
+    return write_run(folder, base, write_rows(folder / "rows.jsonl", rows), train=train, **sections)
+
+
+def steps_of(folder: Path) -> list[tuple[float, float]]:
+    """Loss and norm of the gradients of each step of a run."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]
+
+
+def steps_of_trl(
+    folder: Path, rows: list[dict[str, Any]], *, lora: bool, dtype: str = "float32"
+) -> list[tuple[float, float]]:
+    """The same of TRL's own trainer on the whole class, with its collator for images, its tower frozen."""
+    import torch
+    from datasets import Dataset
+    from datasets import Image as ImageFeature
+    from peft import LoraConfig
+    from transformers import AutoModelForImageTextToText
+    from trl import SFTConfig, SFTTrainer
+
+    from sft_play.data.masks.image_processor import ImageProcessorSource, load_image_processor
+
+    base = folder / "base"
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    processor = load_image_processor(ImageProcessorSource(str(base))).processor
+    processor.chat_template = (base / "chat_template.jinja").read_text()
+    if getattr(processor, "video_processor", "") is None:  # SmolVLM's asks it how many frames it takes
+        processor.video_processor = SimpleNamespace(num_frames=1, fps=1)
+    decoder = "text_model" if hasattr(model.model, "text_model") else "language_model"
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(f"model.{decoder}." in name or name.startswith("lm_head"))
+    data = Dataset.from_list(
+        [{"prompt": row["messages"][:1], "completion": row["messages"][1:],
+          "images": [str(folder / name) for name in row["images"]]} for row in rows]
+    ).cast_column("images", [ImageFeature()])  # fmt: skip
+    options = SFTConfig(
+        output_dir=str(folder / "trl"), max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=RATE,
+        lr_scheduler_type="constant", max_length=None, bf16=dtype == "bfloat16", use_cpu=True, report_to=[],
+        logging_steps=1, save_strategy="no", optim="adamw_torch", max_grad_norm=1.0, weight_decay=0.0,
+        gradient_checkpointing=False, disable_tqdm=True, seed=42,
+    )  # fmt: skip
+    targets = rf"model\.{decoder}\..*\.(q_proj|k_proj|v_proj|o_proj)"
+    peft = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM") if lora else None
+    torch.manual_seed(42)
+    trainer = SFTTrainer(model=model, args=options, processing_class=processor, train_dataset=data, peft_config=peft)
+    if lora:
+        for name, weight in trainer.model.named_parameters():
+            if "lora_A" in name:
+                torch.nn.init.constant_(weight, 0.01)
+    trainer.train()
+    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_losses_and_gradients_are_those_of_trl_on_the_whole_class(family, tmp_path, succeed):
+    rows = picture_rows(tmp_path)
+    options = {"optim": "adamw_torch", "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0}
+    run = image_run(tmp_path, family, rows, tuning={"mode": "full"}, train=options, output={"name": "ours"})
+    succeed("train", "--config", str(run))
+    ours, theirs = steps_of(tmp_path / "outputs" / "ours"), steps_of_trl(tmp_path, rows, lora=False)
+    assert len(ours) == len(theirs) == STEPS
+    for (loss, norm), (loss_of_trl, norm_of_trl) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(loss_of_trl, abs=1e-5)
+        assert norm == pytest.approx(norm_of_trl, rel=1e-4)
+
+
+# --- layouts, stops, and what is saved --------------------------------------------------------------------------------
+def adapter_of(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def same(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> bool:
+    return len(ours) == len(theirs) > 0 and ours == [pytest.approx(step, rel=1e-5) for step in theirs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3", "smolvlm"])
+def test_every_layout_trains_as_one_process_does(family, mode, tmp_path, succeed, monkeypatch):
+    """Rows of text among those with images: some ranks have no picture in a step. 21 rows leave ranks without a row."""
+    run = image_run(tmp_path, family, picture_rows(tmp_path, count=21, fewest=0), tuning={"mode": mode},
+                    train={"max_steps": 4}, data={"val_path": str(tmp_path / "rows.jsonl")},
+                    eval={"generate_rows": 4, "max_new_tokens": 4})  # fmt: skip
+    succeed("train", "--config", str(run), "output.name=single")
+    single = steps_of(tmp_path / "outputs" / "single")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for layout in ("ddp", "fsdp", "zero2", "zero3"):
+        if mode == "qlora" and layout == "zero3":
+            continue  # NF4 under ZeRO-3 needs a GPU
+        words = ("--nproc", "2", "--strategy", layout, f"output.name={layout}")
+        succeed("train-distributed", "--config", str(run), *words)
+        assert same(steps_of(tmp_path / "outputs" / layout), single), layout
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3_vl", marks=pytest.mark.slow), "gemma3"])
+def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_one(family, tmp_path, succeed):
+    import torch
+
+    run = image_run(
+        tmp_path, family, picture_rows(tmp_path, count=20, fewest=0), train={"max_steps": 4, "save_steps": 2}
+    )
+    succeed("train", "--config", str(run), "output.name=whole")
+    succeed("train", "--config", str(run), "output.name=broken", "train.stop_after_steps=2")
+    succeed("resume", "--run", str(tmp_path / "outputs" / "broken"))
+    whole, broken = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "broken"
+    assert steps_of(broken) == steps_of(whole)
+    tensors = adapter_of(whole)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in adapter_of(broken).items())
+
+
+@pytest.mark.parametrize("trains_vision", [False, True])
+def test_the_tower_stays_as_published_unless_it_is_asked_to_train(trains_vision, tmp_path, succeed):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForImageTextToText
+
+    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path), output={"name": "ours"},
+                    tuning={"mode": "full", "train_vision": trains_vision})  # fmt: skip
+    succeed("train", "--config", str(run))
+    saved = tmp_path / "outputs" / "ours" / "model"
+    before, after = load_file(tmp_path / "base" / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if ".visual." in name:
+            assert torch.equal(tensor, after[name]) != trains_vision, name
+    _, info = AutoModelForImageTextToText.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava_onevision", marks=pytest.mark.slow)])
+def test_adapters_of_the_projector_open_in_plain_peft(family, tmp_path, succeed):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    from sft_play.data.masks.image_processor import ImageProcessorSource, expand_runs, load_image_processor
+    from sft_play.finished.respond import load_trained_model
+    from sft_play.finished.run import find_finished_run
+
+    run = image_run(tmp_path, family, picture_rows(tmp_path), tuning={"mode": "lora", "lora": {"projector": True}},
+                    output={"name": "ours"}, train={"learning_rate": 1e-2})  # fmt: skip
+    succeed("train", "--config", str(run))
+    folder = tmp_path / "outputs" / "ours"
+    projector = [name for name in adapter_of(folder) if "merger" in name or "projector" in name]
+    assert projector
+    theirs = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "base"), folder / "adapter"
+    )
+    ours = load_trained_model(find_finished_run(folder.parent, str(folder)))
+    processor = load_image_processor(ImageProcessorSource(str(tmp_path / "base")))
+    expansion, tokenizer = processor.expand(40, 40), processor.processor.tokenizer
+    ids = tokenizer(expansion.text)["input_ids"]
+    expanded = expand_runs(ids, ids, processor.token_ids, expansion.run_lengths, ignored=0)
+    assert expanded is not None
+    types = {name: torch.tensor(value) for name, value in processor.token_types([expanded[0]]).items()}
+    batch = {"input_ids": torch.tensor([expanded[0]]), **processor.blank_inputs([(40, 40)]), **types}
+    with torch.no_grad():
+        assert torch.allclose(ours(**batch).logits, theirs(**batch).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": {"packing": "best_fit"}}, "data.packing"),
+        ({"train": {"kernels": "liger"}}, "train.kernels=liger"),
+        ({"train": {"compile": True}}, "train.compile=true"),
+        ({"tuning": {"mode": "lora", "train_vision": True}}, "tuning.train_vision"),
+    ],
+)
+def test_what_rows_with_images_exclude_is_refused_by_name(changes, words, tmp_path, refuse):
+    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path), **changes)
+    assert words in refuse("train", "--config", str(run))
+
+
+def test_rows_with_images_on_a_base_of_text_are_bad_rows(tmp_path, tiny_llama, refuse):
+    rows = write_rows(tmp_path / "rows.jsonl", picture_rows(tmp_path))
+    said = refuse("train", "--config", str(write_run(tmp_path, tiny_llama, rows)))
+    assert "the base takes none" in said
+
+
+def test_parts_for_images_do_not_train_on_rows_without_any(tmp_path, refuse):
+    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path, count=8, fewest=0, seed=0),
+                    tuning={"mode": "full", "train_vision": True})  # fmt: skip
+    rows = [{**row, "images": []} for row in picture_rows(tmp_path)]
+    for row in rows:
+        row["messages"][0]["content"] = [part for part in row["messages"][0]["content"] if part["type"] == "text"]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert "no row has one" in refuse("train", "--config", str(run)).replace("\n", " ")
