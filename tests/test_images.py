@@ -60,14 +60,11 @@ def steps_of(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]
 
 
-def steps_of_trl(
-    folder: Path, rows: list[dict[str, Any]], *, lora: bool, dtype: str = "float32"
-) -> list[tuple[float, float]]:
+def steps_of_trl(folder: Path, rows: list[dict[str, Any]], *, bf16: bool) -> list[tuple[float, float]]:
     """The same of TRL's own trainer on the whole class, with its collator for images, its tower frozen."""
     import torch
     from datasets import Dataset
     from datasets import Image as ImageFeature
-    from peft import LoraConfig
     from transformers import AutoModelForImageTextToText
     from trl import SFTConfig, SFTTrainer
 
@@ -88,31 +85,29 @@ def steps_of_trl(
     ).cast_column("images", [ImageFeature()])  # fmt: skip
     options = SFTConfig(
         output_dir=str(folder / "trl"), max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=RATE,
-        lr_scheduler_type="constant", max_length=None, bf16=dtype == "bfloat16", use_cpu=True, report_to=[],
+        lr_scheduler_type="constant", max_length=None, bf16=bf16, use_cpu=True, report_to=[],
         logging_steps=1, save_strategy="no", optim="adamw_torch", max_grad_norm=1.0, weight_decay=0.0,
         gradient_checkpointing=False, disable_tqdm=True, seed=42,
     )  # fmt: skip
-    targets = rf"model\.{decoder}\..*\.(q_proj|k_proj|v_proj|o_proj)"
-    peft = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM") if lora else None
     torch.manual_seed(42)
-    trainer = SFTTrainer(model=model, args=options, processing_class=processor, train_dataset=data, peft_config=peft)
-    if lora:
-        for name, weight in trainer.model.named_parameters():
-            if "lora_A" in name:
-                torch.nn.init.constant_(weight, 0.01)
+    trainer = SFTTrainer(model=model, args=options, processing_class=processor, train_dataset=data)
     trainer.train()
     return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    ("family", "bf16"),
+    [
+        *((name, False) if name in QUICK else pytest.param(name, False, marks=pytest.mark.slow) for name in FAMILIES),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "gemma3", "mistral3")),
+    ],
 )
-def test_losses_and_gradients_are_those_of_trl_on_the_whole_class(family, tmp_path, succeed):
+def test_losses_and_gradients_are_those_of_trl_on_the_whole_class(family, bf16, tmp_path, succeed):
     rows = picture_rows(tmp_path)
-    options = {"optim": "adamw_torch", "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0}
+    options = {"optim": "adamw_torch", "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0, "bf16": bf16}
     run = image_run(tmp_path, family, rows, tuning={"mode": "full"}, train=options, output={"name": "ours"})
     succeed("train", "--config", str(run))
-    ours, theirs = steps_of(tmp_path / "outputs" / "ours"), steps_of_trl(tmp_path, rows, lora=False)
+    ours, theirs = steps_of(tmp_path / "outputs" / "ours"), steps_of_trl(tmp_path, rows, bf16=bf16)
     assert len(ours) == len(theirs) == STEPS
     for (loss, norm), (loss_of_trl, norm_of_trl) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(loss_of_trl, abs=1e-5)

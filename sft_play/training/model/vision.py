@@ -115,6 +115,8 @@ def load_vision(
 def _without_text_layers(full_config: Any) -> Any:
     small_config = copy.deepcopy(full_config)
     text_config = small_config.get_text_config()
+    for config in (small_config, text_config):  # the language model may be in 4 bits by now
+        vars(config).pop("quantization_config", None)
     for key, value in {
         "num_hidden_layers": 0,
         "vocab_size": 8,
