@@ -224,7 +224,7 @@ class LoraConfig(Section):
     """Routed experts get adapters too, all of their weights: what `target_parameters: auto`
     says."""
 
-    projector: bool = option(False, owner="training.prepare.lora_config")
+    projector: bool = option(False, owner="config.schema")
     """Of an image-text model that trains on rows with images, the projector gets adapters too."""
 
     modules_to_save: tuple[Name, ...] = option((), owner="training.prepare.lora_config")

@@ -307,9 +307,9 @@ def load_image_processor(source: ImageProcessorSource, tokenizer: Any = None) ->
         ) from error
     if source.min_pixels is not None or source.max_pixels is not None:
         _bound_pixels(processor.image_processor, source)
-    image_processor = ImageProcessor(processor, name)
-    _require_own_result(image_processor)
-    return image_processor
+    loaded = ImageProcessor(processor, name)
+    _require_own_result(loaded)
+    return loaded
 
 
 def _require_own_result(image_processor: ImageProcessor) -> None:

@@ -22,6 +22,7 @@ from sft_play.data.build.packing import Packs
 from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.token_row import IGNORED
+from sft_play.machine.host import cpu_cores
 from sft_play.planner.batching import MicroBatches
 from sft_play.planner.plan import Plan
 from sft_play.process.waiting import WaitProgress, report_wait
@@ -63,6 +64,9 @@ from sft_play.training.model.grouped_adapters import GroupedAdapters
 from sft_play.training.model.streamed_base import BlockStream
 from sft_play.training.model.vision import Vision
 
+# Processes of a rank that make pixels on a machine with a card, where the run YAML asks for none.
+IMAGE_WORKERS = 4
+
 # --- evaluation -----------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,8 @@ class EvaluatedLoop(CheckpointedLoop):
     # Of compiled blocks; None for plain ones.
     compile_monitor: CompileMonitor | None = None
     step_memory: StepMemory
+    # The whole class around the model, which answers rows with images; None for rows of text.
+    vision: Vision | None = None
 
     def __init__(
         self,
@@ -146,8 +152,10 @@ class EvaluatedLoop(CheckpointedLoop):
                 for batch in split_batch(inputs, self._max_eval_rows)
             ]
             return torch.stack(losses).sum() / rows, None, None
-        predict = super().prediction_step
-        result = self.step_memory.try_batch(lambda: predict(model, inputs, *args, **options), rows)
+        compute = functools.partial(super().prediction_step, model, inputs, *args, **options)
+        # pixels are of no row by their place, so that their batch cannot be cut
+        is_cut = self.vision is None
+        result = self.step_memory.try_batch(compute, rows) if is_cut else compute()
         if result is not None:
             if self._eval_progress is not None:  # all ranks evaluate as many
                 self._eval_progress.add(rows * self._layout.data_parallel)
@@ -328,8 +336,6 @@ class PlannedLoop(EvaluatedLoop):
     kernels = ActiveKernels()
     # LoRA layers that train in groups; None: by PEFT's own forward.
     grouped_adapters: GroupedAdapters | None = None
-    # The whole class around the model, which answers rows with images; None for rows of text.
-    vision: Vision | None = None
     # Whether passes run the code whose operators the plan counts, plain: what they take the host
     # is then known of it.
     runs_planned_code = True
@@ -340,7 +346,7 @@ class PlannedLoop(EvaluatedLoop):
         self,
         *,
         plan: Plan,
-        token_rows: Any,
+        token_rows: Any = None,
         patience: int | None = None,
         packs: Packs | None = None,
         sorts_by_length: bool = True,
@@ -412,6 +418,9 @@ class PlannedLoop(EvaluatedLoop):
         """The batches of an epoch, cut for this rank, where accelerate would give out batches of
         one size in turn."""
         workers = self.args.dataloader_num_workers
+        if not workers and self.vision is not None and self.args.device.type == "cuda":
+            # pixels are made while the card computes
+            workers = min(IMAGE_WORKERS, max(1, cpu_cores() // self._layout.ranks - 1))
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=self._step_batches,
