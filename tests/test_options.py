@@ -38,6 +38,7 @@ from sft_play.planner.precision import Precision, adapter_dtype, choose_precisio
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import is_resume, new_run_folder
 from tests.conftest import chat, need_documents_extra, write_rows, write_run
+from tests.image_families import make_image_model
 
 GIB = 2**30
 SMALL_MIXTURE = {
@@ -66,10 +67,22 @@ def world(tmp_path_factory, tiny_llama):
     shutil.copytree(tiny_llama, folder / "model")
     (folder / "mixture").mkdir()
     (folder / "mixture" / "config.json").write_text(json.dumps({"model_type": "mixtral", **SMALL_MIXTURE}))
+    _write_pictures(folder)
     _write_odd_rows(folder)
     _write_templates(folder)
     _write_documents(folder)
     return {"folder": folder, "model": tiny_llama}
+
+
+def _write_pictures(folder: Path) -> None:
+    from PIL import Image
+
+    make_image_model(folder / "vision", "qwen2_5_vl")
+    for name, side in (("large", 200), ("small", 16)):
+        Image.new("RGB", (side, side)).save(folder / f"{name}.png")
+    names = {"large": "large.png", "small": "small.png", "remote": "http://127.0.0.1:9/a.png"}
+    for name, image in names.items():
+        write_rows(folder / f"{name}_pictures.jsonl", [{**chat("what is it?", "it is on."), "image": image}])
 
 
 def _write_odd_rows(folder: Path) -> None:
@@ -320,6 +333,27 @@ def texts(config: RunConfig) -> Facts:
     return {**found, "text": written[0], "openings": opening > 1, "short": longest <= 200, "has_val": "val" in found}
 
 
+def pictures(config: RunConfig) -> Facts:
+    """Tokens that the images of the rows take."""
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config).tokenizer
+    built = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=2048)
+    return {"image_tokens": built.train.stats.image_tokens}
+
+
+def trained_parts(config: RunConfig) -> Facts:
+    """Parts for images that train."""
+    from sft_play.training.prepare.model_spec import build_model_spec
+
+    spec = build_model_spec(config, FP32, tokenizer_size=100)
+    targets = [] if spec.peft_config is None else sorted(spec.peft_config.target_modules)
+    return {
+        "parts": [name for name, _ in spec.text_tower.prefixes[1:]],
+        "adapted": [name for name in targets if name.startswith("sft_vision")],
+    }
+
+
 def headers(config: RunConfig) -> Facts:
     """What is read of a .docx with a page header."""
     import docx
@@ -531,6 +565,10 @@ MIXTURE, EXPERTS = ["model.name=WORLD/mixture"], "model.layers.0.mlp.experts"
 MIXED = ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"]
 LONG = ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"]
 SPECIAL = ["data.train_path=WORLD/special.jsonl"]
+VISION = ["model.name=WORLD/vision"]
+LARGE, SMALL, REMOTE = (
+    [*VISION, f"data.train_path=WORLD/{name}_pictures.jsonl"] for name in ("large", "small", "remote")
+)
 
 
 def template(name: str) -> list[str]:
@@ -652,6 +690,13 @@ PROBES: list[tuple[str, Probe]] = [
     unlocks(splits, "data.max_lost_fraction", 1.0, "rows", 2, data("long.jsonl")),
     one(trainer, "data.packing", "best_fit", "packs", 10),
     one(worker_count, "data.workers", 2, "workers", [2]),
+    one(pictures, "data.image_pixels.max", 1024, "image_tokens", 4, LARGE),
+    one(pictures, "data.image_pixels.min", 4096, "image_tokens", 16, SMALL),
+    one(pictures, "data.max_image_megapixels", 0.01, REFUSED, Says("max_image_megapixels"), LARGE),
+    one(pictures, "data.fetch_images", "true", REFUSED, Says("an image could not be fetched"), REMOTE),
+    one(trained_parts, "tuning.lora.projector", "true", "adapted",
+        ["sft_vision.visual.merger.mlp.0", "sft_vision.visual.merger.mlp.2"], [*VISION, *LORA]),
+    one(trained_parts, "tuning.train_vision", "true", "parts", ["sft_vision.visual."], [*VISION, *FULL]),
     one(processed, "data.process.raw_path", "WORLD/multi.jsonl", "train", 1, RAW),
     one(processed, "data.process.out_dir", "WORLD/elsewhere_processed", "folder", "WORLD/elsewhere_processed", RAW),
     one(processed, "data.process.val_fraction", 0.0, "val", None, [*RAW, "data.process.val_fraction=0.4"]),

@@ -95,7 +95,7 @@ def test_a_filled_data_set_keeps_its_other_columns():
     one = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "source": [1], "where": ["a.jsonl:1"]}
     rows = loop_rows.pad_to_multiple(Dataset.from_dict(one, features=Features(columns)), multiple=2)
     assert rows.features == Features(columns)
-    assert rows[1] == {"input_ids": [1, 2], "labels": [-100, -100], "source": 1, "where": "a.jsonl:1"}
+    assert rows[1] == {"input_ids": [2, 3], "labels": [-100, -100], "source": 1, "where": "a.jsonl:1"}
 
 
 def test_the_tokens_of_a_data_set_are_counted():
