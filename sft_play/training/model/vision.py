@@ -30,9 +30,6 @@ from sft_play.training.model.language_model import find_text_tower, outside_zero
 from sft_play.training.model.model_loading import NO_ADAPTER_KWARGS, silence_load_report
 from sft_play.training.model.vision_parts import adopt_trained_parts, require_image_class
 
-# What a batch has beside text where a row of it may have pictures.
-TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
-
 
 @dataclass(frozen=True)
 class Vision:
@@ -138,7 +135,7 @@ def attach_vision(
     device: torch.device | str,
 ) -> Vision:
     """Put the language model's modules in the place of the whole class's own, and let its decoder
-    give batches with pictures to the whole class."""
+    give every batch to the whole class."""
     text_tower = find_text_tower(language_model)
     assert text_tower is not None
     text_prefix, full_prefix = text_tower.prefixes[0]
@@ -154,7 +151,7 @@ def attach_vision(
     for module in (full_model, full_model.model):
         module.config = full_config
     adopt_trained_parts(language_model, full_model)
-    _route_pictures(decoder, full_model.model)
+    _route_batches(decoder, full_model.model)
     vision = Vision(full_model, full_prefix.removesuffix("."), images)
     language_model.sft_whole_class = vision
     return vision
@@ -185,17 +182,23 @@ def prepare_generation(
     return vision.full_model, {name: value.to(ids_BT.device) for name, value in inputs.items()}
 
 
-# The language model calls its decoder with everything that a batch has. Where that may have
-# pictures, the whole class answers, which calls the decoder again with embeddings.
-def _route_pictures(decoder: Any, full_decoder: Any) -> None:
+# The language model calls its decoder with everything that a batch has. The whole class answers,
+# and calls the decoder again with embeddings; also where no row has a picture, so that the ranks of
+# ZeRO-3 gather weights in one order.
+def _route_batches(decoder: Any, full_decoder: Any) -> None:
     text_forward = decoder.forward
+    is_inside = False
 
     @functools.wraps(type(decoder).forward)
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
-        has_pictures = any(name.startswith("pixel_") for name in inputs)
-        if has_pictures or any(name in inputs for name in TOKEN_TYPE_KEYS):
+        nonlocal is_inside
+        if is_inside or inputs.get("inputs_embeds") is not None:
+            return text_forward(*args, **inputs)
+        is_inside = True
+        try:
             filled = {name: value for name, value in inputs.items() if value is not None}
             return full_decoder(*args, **filled)
-        return text_forward(*args, **inputs)
+        finally:
+            is_inside = False
 
     decoder.forward = MethodType(forward, decoder)
