@@ -39,11 +39,14 @@ def test_layers_that_read_one_tensor_are_found_on_the_class(kind, shared):
     assert set(find_shared_inputs(AutoConfig.for_model(kind))) == shared
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mixtral", "phi3"])
-def test_a_small_model_trains_as_with_pefts_forward(kind):
-    attention = "eager" if kind in ("gpt_oss", "gemma2") else "sdpa"
+def test_a_small_model_trains_as_with_pefts_forward(kind, is_quantised):
+    attention, options = "eager" if kind in ("gpt_oss", "gemma2") else "sdpa", {"is_quantised": is_quantised}
     for dtype in (torch.float32, torch.bfloat16):
-        check = check_grouped_adapters(AutoConfig.for_model(kind), attention=attention, device=CPU, dtype=dtype)
+        check = check_grouped_adapters(
+            AutoConfig.for_model(kind), attention=attention, device=CPU, dtype=dtype, **options
+        )
         assert check.fp32_difference < 5e-6
         assert check.half_precision_ratio < 1.3
 

@@ -126,7 +126,8 @@ def check_replaced_code(
     rows = [{"input_ids": pack["input_ids"], "labels": pack["labels"]} for pack in packs]
 
     def compute(model: Any, flat: bool) -> TensorList:
-        dtypes = {parameter.dtype for parameter in model.parameters()}
+        # packed 4-bit weights are no numbers to compute in
+        dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
         with torch.autocast(device.type, dtype, enabled=len(dtypes) > 1):
             outputs = run_model(model, packs if flat else rows, flat=flat, uses_masks=False)
         return [outputs.logits, *outputs.weight_gradients]
@@ -660,9 +661,10 @@ def activate_grouped_adapters(
     forward stays. All ranks do the same."""
     base = model.get_base_model()
     targets = model.peft_config[model.active_adapter].target_modules
+    is_quantised = any(hasattr(weight, "quant_state") for weight in base.parameters())
     class_check, reason = all_ranks_agree(
         lambda: _compare_on_small_models(
-            functools.partial(check_grouped_adapters, targets=targets),
+            functools.partial(check_grouped_adapters, targets=targets, is_quantised=is_quantised),
             base,
             plan,
             device=device,
@@ -697,9 +699,11 @@ def check_grouped_adapters(
     device: torch.device,
     dtype: torch.dtype,
     targets: Any = "all-linear",
+    is_quantised: bool = False,
 ) -> ClassCheck:
     """How far adapters in groups are from PEFT's own, in logits and in their gradients; on the
-    layers of PEFT's `target_modules`."""
+    layers of PEFT's `target_modules`, whose weights are in 4 bits where the run's are
+    (`is_quantised`)."""
     shared_inputs = grouped_adapters.find_shared_inputs(hf_config)
 
     @contextlib.contextmanager
@@ -719,11 +723,38 @@ def check_grouped_adapters(
         attention=attention,
         device=device,
         dtype=dtype,
-        prepare=functools.partial(_add_adapters, targets=targets),
+        prepare=functools.partial(_add_adapters, targets=targets, is_quantised=is_quantised),
     )
 
 
-def _add_adapters(model: Any, targets: Any) -> Any:
+def _quantise_layers(model: Any) -> None:
+    """Put NF4 layers of bitsandbytes in the place of the linear layers of a model's blocks, as
+    loading a base for QLoRA does."""
+    bitsandbytes = importlib.import_module("bitsandbytes").nn
+    model.is_loaded_in_4bit = True  # PEFT asks for it
+    for block in decoder_layers(model):
+        for parent in list(block.modules()):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is not torch.nn.Linear:
+                    continue
+                weight = layer.weight
+                quantised = bitsandbytes.Linear4bit(
+                    layer.in_features,
+                    layer.out_features,
+                    bias=layer.bias is not None,
+                    compute_dtype=weight.dtype,
+                    quant_type="nf4",
+                )
+                quantised.weight = bitsandbytes.Params4bit(
+                    weight.data, requires_grad=False, quant_type="nf4", module=quantised
+                )
+                quantised.bias = layer.bias
+                setattr(parent, name, quantised.to(weight.device))
+
+
+def _add_adapters(model: Any, targets: Any, *, is_quantised: bool) -> Any:
+    if is_quantised:
+        _quantise_layers(model)
     # B is random, since a gradient of A from zeros says nothing
     adapters = LoraConfig(target_modules=targets, r=_TRIED_RANK, task_type="CAUSAL_LM")
     with warnings.catch_warnings():
