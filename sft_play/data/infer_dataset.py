@@ -108,6 +108,22 @@ def infer_dataset(
     )
 
 
+def _sample_rows(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
+    """The first rows of a data set, those that cannot be used apart."""
+    examples: list[Example] = []
+    bad_rows: list[BadRow] = []
+    chars = 0
+    for _, row in itertools.islice(reader.numbered_examples(), MAX_SAMPLED_ROWS):
+        if isinstance(row, BadRow):
+            bad_rows.append(row)
+        else:
+            examples.append(row)
+            chars += character_count(row)
+        if chars > SAMPLE_CHARACTERS:
+            break
+    return examples, bad_rows
+
+
 def _infer_with_encoding(
     data_path: str,
     encoding: Encoding,
@@ -124,17 +140,7 @@ def _infer_with_encoding(
         if first_row is not None and recognise_format(first_row.data) is None:
             columns = guess_columns(first_row.data)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", wants_text=is_text)
-    examples: list[Example] = []
-    bad_rows: list[BadRow] = []
-    chars = 0
-    for _, row in itertools.islice(reader.numbered_examples(), MAX_SAMPLED_ROWS):
-        if isinstance(row, BadRow):
-            bad_rows.append(row)
-        else:
-            examples.append(row)
-            chars += character_count(row)
-        if chars > SAMPLE_CHARACTERS:
-            break
+    examples, bad_rows = _sample_rows(reader)
     if not examples:
         raise no_usable_rows_error(
             f"the first {len(bad_rows):,} rows of {one_line(data_path)}", bad_rows

@@ -314,10 +314,7 @@ class Renderer:
             locator = self._locator_for(chat)
             messages, fit_notes = self._fit_messages(locator, chat)
             chat = replace(chat, messages=tuple(messages))
-            special_texts = self.special_token_guard.find(*conversation_texts(messages))
-            if chat.images:  # a template that takes no parts has the placeholder in the text
-                placeholder = self.image_processor.placeholder
-                special_texts = [text for text in special_texts if text != placeholder]
+            special_texts = self._find_special_texts(chat)
             special_count = len(special_texts)
             if special_count and self.data.special_tokens_in_text == "fail":
                 raise InexactMaskError(
@@ -349,9 +346,7 @@ class Renderer:
                 if THINK_END.search(suffix)
             ]
             text, trained_spans = splice(located.text, insertions, spans)
-            run_lengths: tuple[int, ...] = ()
-            if chat.images:
-                text, trained_spans, run_lengths = self._expand_images(chat, text, trained_spans)
+            text, trained_spans, run_lengths = self._expand_images(chat, text, trained_spans)
         except InexactMaskError as error:
             details = [error.detail]
             # the form of the row is at fault there, not one of its texts or an option
@@ -378,6 +373,14 @@ class Renderer:
             images=chat.images,
             image_runs=run_lengths,
         )
+
+    def _find_special_texts(self, chat: Chat) -> list[str]:
+        """Special tokens in the texts of a fitted chat, but the placeholder of its images, which a
+        template that takes no parts has in the text."""
+        texts = self.special_token_guard.find(*conversation_texts(chat.messages))
+        if not chat.images:
+            return texts
+        return [text for text in texts if text != self.image_processor.placeholder]
 
     @functools.cached_property
     def image_processor(self) -> ImageProcessor:
@@ -426,6 +429,8 @@ class Renderer:
         """The text with what the processor writes for each picture, the spans in it, and how often
         each image token in it is repeated. Raises InexactMaskError where a picture would be
         trained."""
+        if not chat.images:
+            return text, spans, ()
         processor = self.image_processor
         replacements: list[Replacement] = []
         run_lengths: list[int] = []
@@ -777,9 +782,7 @@ class Renderer:
             if is_hiding:
                 prompt_messages = self.special_token_guard.hide(prompt_messages)
             text = locator.template.render(prompt_messages, chat.tools, with_prompt=True)
-            run_lengths: tuple[int, ...] = ()
-            if chat.images:
-                text, _, run_lengths = self._expand_images(chat, text, ())
+            text, _, run_lengths = self._expand_images(chat, text, ())
         except (RenderError, InexactMaskError):
             return None
         ids = (

@@ -463,16 +463,14 @@ def export_test(
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
     kl_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
-    # what transformers reads of a GGUF is the language model
-    kl_rows = [row for row in kl_rows if not row.get(PICTURES)]
+    kl_rows = [row for row in kl_rows if not row.get(PICTURES)]  # a GGUF is the language model
     tensor_types, embedding_rows = _read_tensor_types(file)
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
     dtypes = {
         _GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}"
         for name in tensor_types
-    }
-    dtypes.add(plan.precision.compute)
+    } | {plan.precision.compute}
 
     def measure(model: Any) -> tuple[list[tuple[int, ...]], list[RowLogProbs]]:
         # the token ids of the model's answers, and its log-probabilities on held-out rows
@@ -511,10 +509,8 @@ def export_test(
             "equal_answers": sum(equal) / max(1, len(equal)),
             "kl_limit": max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
         }
-        reason = (
-            "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats"
-            " (limit {kl_limit:.2g})"
-        ).format(**comparison)
+        words = "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats"
+        reason = f"{words} (limit {{kl_limit:.2g}})".format(**comparison)
         checks.append(ExportCheck("Answers", comparison["kl"] <= comparison["kl_limit"], reason))
     return ExportTest(
         run.folder.path,

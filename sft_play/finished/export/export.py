@@ -256,6 +256,28 @@ def _write_gguf(
         else:
             command += f" --mmproj {shlex.quote(str(target / projector.name))}"
     shutil.rmtree(staged_model)
+    prompts_checked, check_notes = _check_written_file(run, file, prompts)
+    notes += check_notes
+    return ExportResult(
+        run.folder.path,
+        format,
+        target,
+        file.stat().st_size,
+        (command,),
+        tuple(notes),
+        target / file.name,
+        file_quant,
+        projector and target / projector.name,
+        prompts_checked,
+    )
+
+
+def _check_written_file(
+    run: FinishedRun, file: Path, prompts: EnginePrompts
+) -> tuple[int, list[str]]:
+    """Compare the vocabulary and prompts of a GGUF with the run's: how many prompts were equal, and
+    what is not as trained. Raises TokenizerError where it is another model."""
+    notes: list[str] = []
     paired_prompts = prompts.probe_prompts()
     try:
         paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, 32)
@@ -276,18 +298,7 @@ def _write_gguf(
             prompts_checked = len(paired_prompts)
         if not check.ok:
             notes.append(f"{check.name}: {check.reason}")
-    return ExportResult(
-        run.folder.path,
-        format,
-        target,
-        file.stat().st_size,
-        (command,),
-        tuple(notes),
-        target / file.name,
-        file_quant,
-        projector and target / projector.name,
-        prompts_checked,
-    )
+    return prompts_checked, notes
 
 
 def _write_projector(

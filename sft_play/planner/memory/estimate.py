@@ -59,14 +59,11 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
             4 if upcasts and not simulation.is_nf4 else simulation.loaded_element_bytes.adapters
         )
         # the first of them with a vision tower that trains
-        units_bytes = [
-            trained_itemsize * (shape.embedding_table_params + trained_vision_params(config, shape))
-        ]
+        outer_params = shape.embedding_table_params + trained_vision_params(config, shape)
+        units_bytes, adapted = [trained_itemsize * outer_params], not simulation.is_full
         for kind in shape.layers:
             packed_sizes = kind.packable_sizes if simulation.is_nf4 else ()
-            adapter_params = block_adapter_params(kind, config.tuning.lora) * (
-                not simulation.is_full
-            )
+            adapter_params = adapted * block_adapter_params(kind, config.tuning.lora)
             plain_bytes = (
                 trained_itemsize * (kind.params - sum(packed_sizes))
                 + adapter_itemsize * adapter_params
@@ -119,9 +116,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         itemsize * max(sizes, default=0) - adapter_bytes,
         _adapter_start_bytes(simulation),
     )
-    packed_bytes = weight_bytes(shape, itemsize=itemsize, is_nf4=True)
-    packed_bytes += vision_resident_bytes(config, shape, itemsize)
-    return terms(packed_bytes, adapter_bytes, temporary)
+    packed = weight_bytes(shape, itemsize=itemsize, is_nf4=True)
+    return terms(packed + vision_resident_bytes(config, shape, itemsize), adapter_bytes, temporary)
 
 
 def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:

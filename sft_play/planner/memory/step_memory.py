@@ -180,11 +180,8 @@ class StepMemorySimulation:
         self.vision_pass = VisionPass()
         if shape.vision is not None:
             self.vision_pass = measure_vision(config, shape, precision, step)
-            self.resident = replace(
-                self.resident,
-                weights=self.resident.weights
-                + vision_resident_bytes(config, shape, DTYPE_BYTES[precision.load]),
-            )
+            tower_bytes = vision_resident_bytes(config, shape, DTYPE_BYTES[precision.load])
+            self.resident = replace(self.resident, weights=self.resident.weights + tower_bytes)
         self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
         # modules see what is gathered, adapters included

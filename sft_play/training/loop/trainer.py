@@ -22,7 +22,6 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
-from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.machine.host_speed import save_bus_rate
 from sft_play.planner.kernels import CountedKernels, groups_adapters
 from sft_play.planner.memory.model_states import loads_by_unit
@@ -389,26 +388,22 @@ def load_trainer(
             config,
             layer_class=model_spec.layer_class,
             deepspeed=job.deepspeed,
-            # a rank's rows may have no picture, and a trained tower no gradient
-            has_late_gradients=any(model_spec.late_gradients.values())
-            or config.tuning.trains_vision_parts,
+            # the tower has none on a rank whose rows have no picture
+            has_late_gradients=config.tuning.trains_vision_parts
+            or any(model_spec.late_gradients.values()),
         ),
     )
     if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
-        # accelerate would choose DDP for CPU ranks; its state comes with the arguments, and the
-        # trainer reads it
+        # accelerate would choose DDP for CPU ranks; the trainer reads its state
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _load_model(job, model_spec, begins_from, arguments.device)
     set_backbone_prefix(model)
-    vision = None
-    if prepared.image_source is not None:
-        vision = _load_vision(job, model, begins_from, arguments.device)
+    vision = _load_vision(job, prepared, model, begins_from, arguments.device)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT;
     # compiled blocks have no use for them
     active_kernels = ActiveKernels()
-    compiles = verify_compiled_blocks(model, plan, device=arguments.device)
-    if not compiles:
+    if not (compiles := verify_compiled_blocks(model, plan, device=arguments.device)):
         active_kernels = activate_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     verify_varlen_kernel(model_spec, plan, device=arguments.device)
@@ -569,8 +564,12 @@ def build_run_trainer(
 
 
 # The tower and projector are the base's, or those of the whole model that a stage before has saved.
-def _load_vision(job: RunJob, model: Any, begins_from: Path | None, device: torch.device) -> Vision:
-    config = job.loaded.config
+def _load_vision(
+    job: RunJob, prepared: Prepared, model: Any, begins_from: Path | None, device: torch.device
+) -> Vision | None:
+    config, images = job.loaded.config, prepared.image_source
+    if images is None:
+        return None
     location = model_location(config)
     if begins_from is not None and config.tuning.mode == "full":
         location = str(begins_from)
@@ -579,7 +578,7 @@ def _load_vision(job: RunJob, model: Any, begins_from: Path | None, device: torc
         name=config.model.name,
         location=location,
         revision=config.model.revision if location == model_location(config) else None,
-        images=ImageProcessorSource.from_config(config),
+        images=images,
         dtype=model_loading.TORCH_DTYPES[job.plan.precision.load],
         device=device,
     )

@@ -167,13 +167,10 @@ def build_model_spec(
     )
     notes += attention_notes
     layer_counts = Counter(type(block).__name__ for block in decoder_layers(skeleton))
-    text_tower = locate_text_tower(full_config, skeleton)
-    if config.tuning.trains_vision_parts:
-        text_tower = _add_vision_parts(config, text_tower, peft_config)
     model_spec = ModelSpec(
         hf_config,
         attention,
-        text_tower,
+        _locate_language_model(config, full_config, skeleton, peft_config),
         peft_config,
         vocab_size,
         resize_to,
@@ -197,11 +194,14 @@ def build_model_spec(
     return replace(model_spec, notes=(*notes, trainable_note(config, meta_model)))
 
 
-# Where parts for images train too: their names beside the language model's, and those of the
+# Where parts for images train too, with their names beside the language model's, and those of the
 # projector's layers among the adapters' targets.
-def _add_vision_parts(
-    config: RunConfig, text_tower: TextTower | None, peft_config: PeftLoraConfig | None
-) -> TextTower:
+def _locate_language_model(
+    config: RunConfig, full_config: Any, skeleton: Any, peft_config: PeftLoraConfig | None
+) -> TextTower | None:
+    text_tower = locate_text_tower(full_config, skeleton)
+    if not config.tuning.trains_vision_parts:
+        return text_tower
     full_model = require_image_class(text_tower, config.model.name)
     assert text_tower is not None
     text_tower = add_trained_parts(text_tower, full_model, tower=config.tuning.train_vision)

@@ -143,15 +143,7 @@ def prepare(job: RunJob) -> Prepared:
         if base_adapter is not None:
             model_spec = replace(model_spec, notes=(*model_spec.notes, base_adapter.note))
         splits = _build_splits(job, tokenizer, model_spec)
-        if splits.has_images:
-            require_image_class(model_spec.text_tower, config.model.name)
-            _require_image_plan(job, model_spec)
-            model_spec = replace(model_spec, uses_masks=True)
-        elif config.tuning.trains_vision_parts:
-            raise ConfigError(
-                "tuning.train_vision and tuning.lora.projector train parts for images, and no row"
-                " has one; leave them out"
-            )
+        model_spec = _fit_to_images(job, model_spec, has_images=splits.has_images)
         for note in (*tokenizer.notes, *splits.notes, *model_spec.notes):
             logger.debug("%s", note)
         if peft_warning := peft_loading_warning(
@@ -179,13 +171,22 @@ def prepare(job: RunJob) -> Prepared:
 
 # Rows with images come padded with a mask, in the layouts that a plan for them has; a plan that was
 # made without a look at the rows may have another.
-def _require_image_plan(job: RunJob, model_spec: ModelSpec) -> None:
-    check_image_options(job.loaded.config)
+def _fit_to_images(job: RunJob, model_spec: ModelSpec, *, has_images: bool) -> ModelSpec:
+    config = job.loaded.config
+    if not has_images and config.tuning.trains_vision_parts:
+        raise ConfigError(
+            "tuning.train_vision and tuning.lora.projector train parts for images, and no row has"
+            " one; leave them out"
+        )
+    if not has_images:
+        return model_spec
+    require_image_class(model_spec.text_tower, config.model.name)
+    check_image_options(config)
     layout, attention = job.plan.choice.layout, model_spec.attention.name
     is_padded = attention in ("sdpa", "eager")
     is_whole_row = layout.context_parallel == layout.tensor_parallel == 1
     if is_padded and is_whole_row and not layout.is_streamed:
-        return
+        return replace(model_spec, uses_masks=True)
     raise DataError(
         f"rows have images, and the plan ({layout.name}, attention {attention}) is one for rows of"
         " text: it was made without them; plan again where the data is"
