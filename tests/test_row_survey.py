@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.launch import row_survey
-from sft_play.starter import BASE
+from sft_play.starter import BASE_NAME, BASES
 from tests.conftest import ROOT, chat, write_rows, write_run
 
 LONG, SHORT = "yes no " * 20, "yes"
@@ -124,13 +124,13 @@ def test_a_run_trains_by_the_plan_of_its_own_rows(run, succeed):
 def test_the_starters_rows_are_counted_by_the_shipped_base_and_nobody_is_asked(run):
     """In a process of its own: the plan of the starter's name, then of its folder; any look for a machine raises."""
     asked = subprocess.run(
-        [sys.executable, "-c", ALONE, str(run), str(BASE)], capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-c", ALONE, str(run), str(BASES[BASE_NAME])], capture_output=True, text=True, cwd=ROOT,
         env={name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"},
     )  # fmt: skip
     assert asked.returncode == 0, asked.stderr[-3000:]
     by_name, by_folder = json.loads(asked.stdout.splitlines()[-1])
     assert by_name == by_folder
-    assert by_name["longest"] == max(tokens(BASE, run.parent / "train.jsonl"))
+    assert by_name["longest"] == max(tokens(BASES[BASE_NAME], run.parent / "train.jsonl"))
     assert "Retrying" not in asked.stderr
 
 

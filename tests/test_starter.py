@@ -18,7 +18,7 @@ from sft_play.config.load import load_config
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
 from sft_play.models.config_json import KNOWN_MODELS, find_model_folder, parse_model_shape
-from sft_play.starter import BASE, BASE_NAME, CONFIG, find_starter_file
+from sft_play.starter import BASE_NAME, BASES, CONFIG, find_starter_file
 from tests import warm
 from tests.conftest import ROOT, shared, write_rows
 from tests.converter import converter
@@ -74,8 +74,8 @@ def sft_play(cache: Path, *words: str, typed: str = "", **variables: str) -> str
 def test_the_shipped_base_is_the_recorded_one():
     """What is fixed is the digest of its files: trained again on another machine, its weights are others."""
     record = json.loads(starter_base.RECORD.read_text(encoding="utf-8"))
-    assert {path.name: starter_base.digest(path) for path in BASE.iterdir()} == record["sha256"]
-    assert sum(path.stat().st_size for path in BASE.iterdir()) < 4.1e6
+    assert {path.name: starter_base.digest(path) for path in BASES[BASE_NAME].iterdir()} == record["sha256"]
+    assert sum(path.stat().st_size for path in BASES[BASE_NAME].iterdir()) < 4.1e6
     assert record["recipe"] == starter_base.recipe(), "corpus, tokenizer or recipe changed: " + record["command"]
 
 
@@ -92,10 +92,10 @@ def test_the_shipped_tokenizer_and_shape_are_made_from_the_corpus_and_the_table(
     documents = corpus_documents()
     starter_base.make_tokenizer(documents).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_bytes() == (BASE / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (BASES[BASE_NAME] / name).read_bytes()
     table = parse_model_shape(KNOWN_MODELS[BASE_NAME].config, name=BASE_NAME)
-    assert parse_model_shape(json.loads((BASE / "config.json").read_text()), name=BASE_NAME) == table
-    assert find_model_folder(BASE_NAME) == BASE
+    assert parse_model_shape(json.loads((BASES[BASE_NAME] / "config.json").read_text()), name=BASE_NAME) == table
+    assert find_model_folder(BASE_NAME) == BASES[BASE_NAME]
 
 
 def test_what_two_bases_differ_by_is_said_of_random_weights():
@@ -112,7 +112,7 @@ def test_a_wheel_has_every_data_file_of_the_package():
     taken = {path for pattern in tools["package-data"]["sft_play"] for path in (ROOT / "sft_play").glob(pattern)}
     files = {path for path in (ROOT / "sft_play").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path for path in files - taken if path.suffix != ".py"} == set()
-    assert set(BASE.iterdir()) < taken
+    assert set(BASES[BASE_NAME].iterdir()) < taken
     # the package's copy of the run YAML, and of its rows, as a user who has no checkout names them
     shipped = find_starter_file(Path(CONFIG))
     assert shipped is not None
@@ -124,7 +124,10 @@ def test_a_wheel_has_every_data_file_of_the_package():
 
 def test_the_base_copies_every_slot():
     """What fine-tuning builds on: a base that copies eight slots of nine falls below 95% whatever follows."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(BASE), AutoTokenizer.from_pretrained(BASE)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(BASES[BASE_NAME]),
+        AutoTokenizer.from_pretrained(BASES[BASE_NAME]),
+    )
     notes = re.compile(r"<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\nnote [^<]*<\|im_end\|>\n")
     chats = [text for text in unseen_documents() if notes.fullmatch(text)]
     slots = {tokenizer(f" {slot}").input_ids[0]: slot for slot in SLOTS}

@@ -44,7 +44,7 @@ from sft_play.models.shape import (
 )
 from sft_play.process.waiting import report_wait
 from sft_play.spelling import did_you_mean, nearest_name
-from sft_play.starter import BASE, BASE_NAME
+from sft_play.starter import BASES
 
 # From a config.json to a decoder's shape: its blocks by kind, as its model type's class lays them
 # out.
@@ -449,12 +449,12 @@ def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
 
 
 def find_model_folder(name: str) -> Path | None:
-    """The folder that a model name refers to, or None for a hub id; of the starter's base that of
+    """The folder that a model name refers to, or None for a hub id; of a starter's base that of
     this package. Raises ModelError for a path (from `/`, `.` or `~`, or whose first part exists
     here) that is no folder.
     """
-    if name == BASE_NAME:
-        return BASE
+    if name in BASES:
+        return BASES[name]
     # os.path has no error for ~nobody, or for a name that is too long
     path = Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(path):  # noqa: PTH112

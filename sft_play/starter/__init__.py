@@ -1,26 +1,28 @@
-"""The starter task: rows of a small generated language, a base that knows its words, and the run
-YAML: all of it comes with the package, so that nothing is downloaded and no checkout is needed."""
+"""The starter tasks: rows of a small generated language, and drawn shapes; bases that know their
+words, and the run YAML of each: all of it comes with the package, so that nothing is downloaded and
+no checkout is needed."""
 
 import os
 from pathlib import Path
 
-# The model name of the base that is part of this package.
-BASE_NAME = "sft-play/starter-base"
-
-# Its folder. `make -C benchmarks starter-base` makes it again; benchmarks/starter_base.json has its
-# digest.
 FOLDER = Path(__file__).resolve().parent
-BASE = FOLDER / "starter-base"
+# The model name of the base of a command without CONFIG.
+BASE_NAME = "sft-play/starter-base"
+# The folders of the bases that are part of this package, by model name. `make -C benchmarks
+# starter-base` makes the first again, `python -m benchmarks.shapes_base` the second; JSON files
+# beside these have their digests.
+BASES = {BASE_NAME: FOLDER / "starter-base", "sft-play/shapes-base": FOLDER / "shapes-base"}
 
-# The run YAML of a command without CONFIG, and its rows, as a checkout has them.
+# The run YAML of a command without CONFIG, and that of rows with images, as a checkout has them.
 CONFIG = "configs/run_starter.yaml"
-_ROWS = Path("sft_play/starter/data")
+IMAGE_CONFIG = "configs/run_images.yaml"
+_ROWS = tuple(Path("sft_play/starter") / name for name in ("data", "shapes"))
 
 
 def find_starter_file(path: Path) -> Path | None:
-    """Find the package's own copy of a file of the starter, named as in a checkout; None for any
+    """Find the package's own copy of a file of the starters, named as in a checkout; None for any
     other path."""
-    if path == Path(CONFIG):
+    if path in (Path(CONFIG), Path(IMAGE_CONFIG)):
         return FOLDER / path.name
-    copy = FOLDER / "data" / path.name
-    return copy if path.parent == _ROWS and os.path.isfile(copy) else None  # noqa: PTH113  (a name may be too long)
+    copy = FOLDER / path.parent.name / path.name
+    return copy if path.parent in _ROWS and os.path.isfile(copy) else None  # noqa: PTH113  (a name may be too long)

@@ -18,7 +18,7 @@ from sft_play.data.masks.template import select_template_kwargs
 from sft_play.models.config_json import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import read_json, write_text
-from sft_play.starter import BASE_NAME
+from sft_play.starter import BASES
 from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
@@ -180,7 +180,7 @@ def describe_base(config: RunConfig) -> CardBase:
     """Return the name by which others can find the base, and the licence that its own card or
     config tells."""
     name = config.model.name
-    if name == BASE_NAME:
+    if name in BASES:
         return CardBase(name, False, {})
     folder = find_model_folder(name)
     if folder is None:
