@@ -470,11 +470,6 @@ class ImagePixelsConfig(Section):
     max: Annotated[int, Field(ge=1)] | None = option(None, owner="data.masks.image_processor")
     """Larger images are made smaller."""
 
-    @property
-    def is_set(self) -> bool:
-        """Whether a bound is given."""
-        return self.min is not None or self.max is not None
-
 
 class DataConfig(Section):
     """Training and evaluation data."""

@@ -6,6 +6,7 @@ one found.
 
 import copy
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -301,6 +302,7 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
     data, tuning, lora = config.data, config.tuning, config.tuning.lora
     mode, init = tuning.mode, lora.init if tuning.mode != "full" else "default"
     experts_key = "experts" if lora.experts else "target_parameters"
+    pixels = data.image_pixels
     return (
         *(
             (
@@ -309,6 +311,11 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
                 f"{value}, and adapters on experts have none; remove it or {experts_key}",
             )
             for name, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora))
+        ),
+        (
+            "data.image_pixels",
+            (pixels.min or 0) > (pixels.max or math.inf),
+            f"at least {pixels.min} and at most {pixels.max} pixels exclude each other",
         ),
         (
             "tuning.lora.experts",

@@ -573,6 +573,10 @@ def check_same_run(
             lines.append(
                 f"data {name}: the content of {facts.get('path')} has changed since the run started"
             )
+        elif recorded_facts.get("images") != facts.get("images"):
+            lines.append(
+                f"data {name}: images of {facts.get('path')} have changed since the run started"
+            )
     # the only backend before the manifest named it
     recorded_backend = manifest.get("backend", "bnb")
     if recorded_backend != backend and "tuning.backend" not in differing:

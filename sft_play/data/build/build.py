@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.stats import RowStats, TruncationCost, token_digest
+from sft_play.data.build.stats import RowStats, TruncationCost, file_state, token_digest
 from sft_play.data.build.survey import RowCounter, RowRenderer
 from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.render import Renderer
@@ -310,7 +310,7 @@ def build_rows(
             "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
             "options": recipe.data.model_dump(mode="json", exclude=set(_OPTIONS_NOT_IN_KEY)),
             "limit": recipe.max_seq_len,
-            "images": None if recipe.images is None else asdict(recipe.images),
+            "images": None if recipe.images is None else recipe.images.identity,
             "date": str(recipe.today)
             if recipe.tokenizer.writes_date and not recipe.data.template_date
             else "",
@@ -337,7 +337,7 @@ def build_rows(
             folder.with_name(f"{folder.name}.lock"),
             waiting_message="Data: another process is preparing the same rows; waiting for it",
         ):
-            return _load_cache(folder) or _build_cache(folder, parts, recipe, split, workers)
+            return _load_cache(folder, parts) or _build_cache(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
             f"the token cache {folder.parent} cannot be written: {error.strerror or error}; free "
@@ -386,13 +386,35 @@ class _CacheUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no cache has")
 
 
-def _load_cache(folder: Path) -> BuiltRows | None:
+# Rows name the files of their images, which the key of a cache does not know: another folder may
+# have the same rows, files may have changed, and what was missing may be there now.
+def _has_same_images(
+    stats: Mapping[str, RowStats], folders: Sequence[str], parts: Sequence[FilePart]
+) -> bool:
+    counts = stats.values()
+    reasons = [reason for one in counts for reason in (*one.bad_rows, *one.unmasked_rows)]
+    if any(reason.startswith(("an image", "the processor")) for reason in reasons):
+        return False
+    if not any(one.image_rows for one in counts):
+        return True
+    states = {file: state for one in counts for file, state in one.image_files.items()}
+    return _part_folders(parts) == list(folders) and all(
+        file_state(file) == state for file, state in states.items()
+    )
+
+
+def _part_folders(parts: Sequence[FilePart]) -> list[str]:
+    return [str(part.path.resolve().parent) for part in parts if part.kind != "hub"]
+
+
+def _load_cache(folder: Path, parts: Sequence[FilePart]) -> BuiltRows | None:
     # damaged, or pickled by another Python: the rows are made again
     with contextlib.suppress(Exception):
         with (folder / _META_FILE).open("rb") as file:
-            files, stats = _CacheUnpickler(file).load()
+            files, stats, folders = _CacheUnpickler(file).load()
         # the folder was renamed when it was whole; a user may have removed files since
-        if all((folder / file).is_file() for names in files.values() for file in names):
+        are_there = all((folder / file).is_file() for names in files.values() for file in names)
+        if are_there and _has_same_images(stats, folders, parts):
             return BuiltRows(folder, files, stats)
     shutil.rmtree(folder, ignore_errors=True)
     return None
@@ -461,7 +483,8 @@ def _build_cache(
                     keeps_short=is_held_out,
                 )
                 files[side] = [blocks_path.name]
-        (temporary_folder / _META_FILE).write_bytes(pickle.dumps((files, stats)))
+        meta = pickle.dumps((files, stats, _part_folders(parts)))
+        (temporary_folder / _META_FILE).write_bytes(meta)
     return BuiltRows(folder, files, stats)
 
 

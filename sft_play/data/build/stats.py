@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,8 @@ class RowStats:
     image_rows: int = 0
     images: int = 0
     image_tokens: int = 0
+    # Size and time of change (ns) of each file that has one of these images.
+    image_files: dict[str, tuple[int, int]] = field(default_factory=dict)
     # The most tokens that the images of a row take.
     largest_image_row: int = 0
     # The first row that can be trained: `(row number, TokenRow)`, before any cut.
@@ -255,6 +258,10 @@ class RowStats:
         self.kept_rows += 1
         self.image_rows += bool(row.images)
         self.images += len(row.images)
+        for picture in row.images:
+            file = picture.file
+            if file and file not in self.image_files:
+                self.image_files[file] = file_state(file)
         self.image_tokens += row.image_tokens
         self.largest_image_row = max(self.largest_image_row, row.image_tokens)
         self.tokens += len(row.input_ids)
@@ -351,6 +358,15 @@ class RowStats:
             return f"{line}, in blocks of {max_seq_len:,}"
         cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"
         return f"{line}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
+
+
+def file_state(file: str) -> tuple[int, int]:
+    """Size and time of change (ns) of a file; zeros where it is not there."""
+    try:
+        state = Path(file).stat()
+    except OSError:
+        return 0, 0
+    return state.st_size, state.st_mtime_ns
 
 
 def token_digest(ids: Sequence[int], images: Sequence[Picture] = ()) -> int:

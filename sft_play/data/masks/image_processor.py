@@ -8,6 +8,7 @@ thousands of image tokens is never tokenised.
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import itertools
 import json
@@ -49,6 +50,14 @@ class ImageProcessorSource:
         model, pixels = config.model, config.data.image_pixels
         location = find_model_folder(model.name) or model.name
         return cls(str(location), model.revision, pixels.min, pixels.max)
+
+    @property
+    def identity(self) -> list[str]:
+        """What decides the tokens of images: this, and the content of the processor's files where
+        they are in a folder."""
+        files = sorted(Path(self.location).glob("*processor*.json"))
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        return [repr(self), *digests]
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,20 @@ class ImageProcessor:
         which some processors cut into more tiles (LLaVA-OneVision)."""
         size = (width, height)
         key = (size, is_alone or not self._heeds_others)
-        if key not in self._expansions and key[1]:
-            self._expansions[key] = self._expand_by_count(size) or self._expand_tiles(size)
-        elif key not in self._expansions:
-            self._expansions[key] = self.process([[self._blank(size)] * 2])[1][0]
+        if key not in self._expansions:
+            try:
+                self._expansions[key] = self._find_expansion(*key)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise ModelError(
+                    f"{type(self.processor).__name__} refuses images of {width} x {height} pixels:"
+                    f" {one_line(str(error), limit=200)}"
+                ) from error
         return self._expansions[key]
+
+    def _find_expansion(self, size: tuple[int, int], is_alone: bool) -> ImageExpansion:
+        if not is_alone:
+            return self.process([[self._blank(size)] * 2])[1][0]
+        return self._expand_by_count(size) or self._expand_tiles(size)
 
     @functools.cached_property
     def _heeds_others(self) -> bool:
@@ -423,14 +441,17 @@ def _build_processor(
 def _bound_pixels(image_processor: Any, source: ImageProcessorSource) -> None:
     """Set the bounds of a picture's pixels in the processor's own terms. Raises ModelError where it
     has none: every picture takes the same tokens then."""
-    size = dict(image_processor.size)
+    size = dict(image_processor.size or {})
     minimum, maximum = source.min_pixels, source.max_pixels
     if {"shortest_edge", "longest_edge"} <= size.keys() and hasattr(image_processor, "patch_size"):
         # of these classes (Qwen, GLM) both numbers are areas, whatever they are called
-        image_processor.size = type(image_processor.size)(
-            shortest_edge=minimum or size["shortest_edge"],
-            longest_edge=maximum or size["longest_edge"],
-        )
+        least, most = minimum or size["shortest_edge"], maximum or size["longest_edge"]
+        if least > most:
+            raise ModelError(
+                f"data.image_pixels: at least {least:,} and at most {most:,} pixels exclude each"
+                " other (a bound that is left out is the processor's own)"
+            )
+        image_processor.size = type(image_processor.size)(shortest_edge=least, longest_edge=most)
         return
     if size.get("longest_edge") and not size.get("shortest_edge") and minimum is None:
         edge = int((maximum or 0) ** 0.5)

@@ -252,6 +252,7 @@ class Renderer:
                 example,
                 where=f"{example.where} turn {turn_number}",
                 messages=(*history[:index], example.messages[index]),
+                images=example.images[: _count_marks(history[:index])],
             )
             for turn_number, index in enumerate(turn_indices, start=1)
         ]
@@ -417,6 +418,10 @@ class Renderer:
             if count == len(chat.images):
                 return fitted, notes
             counts.append(count)
+            # a template that drops some images writes parts; where token types tell images apart,
+            # a placeholder needs what the template writes around it
+            if count or self.image_processor.token_types([[]]):
+                break
         raise InexactMaskError(
             "the chat template does not write the row's images",
             f"the row has {len(chat.images)}, and {placeholder} stands {counts[0]} times in its"
@@ -441,9 +446,13 @@ class Renderer:
                 " chat template (data.special_tokens_in_text=control takes them as it does)"
             )
         for picture, start in zip(chat.images, offsets, strict=True):
-            expansion = processor.expand(
-                picture.width, picture.height, is_alone=len(chat.images) == 1
-            )
+            size = (picture.width, picture.height)
+            try:
+                expansion = processor.expand(*size, is_alone=len(chat.images) == 1)
+            except ModelError as error:
+                raise InexactMaskError(
+                    "the processor refuses an image", f"{picture.name}: {error}"
+                ) from None
             end = start + len(processor.placeholder)
             is_trained = any(begin < end and start < stop for begin, stop in spans)
             if is_trained and self.data.loss_on != "all":
@@ -740,7 +749,7 @@ class Renderer:
                 [*ids[:begin], *ids[begin + excess :]],
                 [*labels[:begin], *labels[begin + excess :]],
             )
-        if row.images and count_image_tokens(ids, self.image_processor) < row.image_tokens:
+        if row.images and self._cuts_image(row, labels):
             detail = f"{len(row.input_ids)} tokens, {row.image_tokens} of them of images"
             return BadRow(row.location, CUTS_IMAGE, detail)
         remaining_tokens = count_trained_tokens(labels)
@@ -761,6 +770,14 @@ class Renderer:
             lost_trained_tokens=row.trained_tokens - remaining_tokens,
         )
 
+    def _cuts_image(self, row: TokenRow, labels: Sequence[int]) -> bool:
+        """Whether a cut may take a part of an image, or of what the processor writes around it: a
+        cut of the beginning, and one of the end that leaves no trained token behind the images."""
+        ids = self.image_processor.token_ids
+        last_image = max(index for index, token in enumerate(row.input_ids) if token in ids)
+        is_end_cut = self.data.truncate == "end"
+        return not is_end_cut or not any(label != IGNORED for label in labels[last_image + 1 :])
+
     # Documents and prompts.
 
     def tokenise_documents(self, texts: Sequence[str]) -> list[list[int]]:
@@ -778,7 +795,8 @@ class Renderer:
         try:
             locator = self._locator_for(chat)
             prompt_messages = self._fit_messages(locator, self._adapt_chat(chat))[0][:-1]
-            is_hiding = self.hides_special_tokens(prompt_messages)
+            prompt_chat = replace(chat, messages=tuple(prompt_messages))
+            is_hiding = self._should_hide(len(self._find_special_texts(prompt_chat)))
             if is_hiding:
                 prompt_messages = self.special_token_guard.hide(prompt_messages)
             text = locator.template.render(prompt_messages, chat.tools, with_prompt=True)
@@ -836,9 +854,8 @@ def drop_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
     return copies
 
 
-def count_image_tokens(input_ids: Sequence[int], processor: ImageProcessor) -> int:
-    """Count the image tokens among a row's tokens, of shape [T]."""
-    return sum(token_id in processor.token_ids for token_id in input_ids)
+def _count_marks(messages: Sequence[Message]) -> int:
+    return sum(str(message.get("content") or "").count(IMAGE_MARK) for message in messages)
 
 
 def _write_placeholders(message: Message, placeholder: str) -> Message:

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.image_files import (
+    ARCHIVE_MARK,
     ImageError,
     describe_other_file,
     fetched_images_dir,
@@ -70,6 +71,12 @@ class Picture:
     data: bytes
     width: int
     height: int
+
+    @property
+    def file(self) -> str:
+        """The path of the file that it lies in, for a member of a zip the zip's; "" for bytes."""
+        archive, has_member, _ = self.path.partition(ARCHIVE_MARK)
+        return f"{archive}.zip" if has_member else self.path
 
     @property
     def name(self) -> str:

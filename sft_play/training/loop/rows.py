@@ -383,6 +383,11 @@ class Collator:
         for row, pictures, count in zip(rows, pictures_by_row, token_counts, strict=True):
             is_image = np.isin(np.asarray(row["input_ids"]), token_ids)
             is_trained = np.asarray(row["labels"])[is_image] != IGNORED
+            if is_image.any() and not pictures:
+                raise DataError(
+                    "a row without images spells the token of an image in a text; take it as text"
+                    " with data.special_tokens_in_text=plain, or out of the row"
+                )
             if int(is_image.sum()) != count or is_trained.any():
                 raise DataError(
                     f"a row has {int(is_image.sum())} image tokens, {int(is_trained.sum())} of them"

@@ -298,7 +298,10 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
         for name, path in job.data_paths.named_paths():
             facts[f"{stage_prefix}{name}"] = {"path": str(path), "sha256": source_digest(path)}
         for name, split in prepared.splits.named.items():
-            facts.setdefault(f"{stage_prefix}{name}", {})["report"] = split.stats.as_json()
+            fact = facts.setdefault(f"{stage_prefix}{name}", {})
+            fact["report"] = split.stats.as_json()
+            if split.stats.image_rows:  # of each row's tokens and pictures
+                fact["images"] = hashlib.sha256(split.stats.digests.tobytes()).hexdigest()
         facts["weights"] = base_weights_identity(
             job.loaded.config.model.name, prepared.model_spec.hf_config
         )
@@ -325,6 +328,11 @@ def require_agreement(job: RunJob, prepared: Prepared, facts: Mapping[str, Any])
     }
     if prepared.renderer.tokenizer_parts.writes_date:
         inputs["the day that the chat template writes"] = str(job.today)
+    inputs |= {
+        f"the images of the {name} file": str(fact["images"])[:12]
+        for name, fact in facts.items()
+        if "images" in fact
+    }
     settings = json.dumps(resolved_config_without_paths(job.loaded.config), sort_keys=True)
     inputs["the settings of the run"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
     versions = installed_versions()
