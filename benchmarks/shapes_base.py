@@ -61,8 +61,8 @@ VISION: dict[str, Any] = {
 with these 99%."""
 TOWER: dict[str, Any] = {"steps": 1000, "drawings": 32, "learning_rate": 2e-3}
 LANGUAGE: dict[str, Any] = {"steps": 2200, "drawings": 32, "learning_rate": 1e-3}
-"""With 16 drawings and 2e-3, 64% of lists were right after 3,000 steps; with these 76% after 1,200 (of lists without the
-number)."""
+"""With 16 drawings and 2e-3, 64% of lists were right after 3,000 steps; with these 76% after 1,200 (of lists without
+the number)."""
 BETA2 = 0.95
 WARMUP = 0.05
 LISTS = {

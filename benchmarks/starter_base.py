@@ -24,7 +24,7 @@ from benchmarks.steps.material import write_rows
 from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
 from sft_play.runs.folder import write_json
-from sft_play.starter import BASE, BASE_NAME
+from sft_play.starter import BASE_NAME, BASES
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "starter_base.json"
@@ -35,7 +35,7 @@ SEED = 2
 """Seed of the random weights and of the corpus's order; others do about as well (benchmarks/LOG.md, 2026-11-22)."""
 INITIALIZER_RANGE = 0.06
 """Wider than Llama's 0.02: a model this small, trained this briefly, learned to copy words only with it."""
-CHAT_TEMPLATE = (BASE / "chat_template.jinja").read_text(encoding="utf-8")
+CHAT_TEMPLATE = (BASES[BASE_NAME] / "chat_template.jinja").read_text(encoding="utf-8")
 """ChatML; tools are in the system turn, and calls follow the assistant's text."""
 
 
@@ -44,9 +44,9 @@ def main() -> None:
     from benchmarks.verify.weights import read_tensors
 
     out = Path(os.environ.get("OUT") or "outputs/starter-base")
-    shipped, made = read_tensors(BASE), make_base(out)
+    shipped, made = read_tensors(BASES[BASE_NAME]), make_base(out)
     print(f"{out / WEIGHTS}: sha256 {digest(out / WEIGHTS)}\n{difference(shipped, made)}")
-    if out.resolve() == BASE:
+    if out.resolve() == BASES[BASE_NAME]:
         write_json(RECORD, record())
         print(f"{RECORD} has its digest")
 
@@ -97,7 +97,8 @@ def record() -> dict[str, Any]:
     """What is known of the base in the package: its digest, what it was made of, where and when."""
     return {
         "command": "make -C benchmarks starter-base OUT=sft_play/starter/starter-base",
-        "sha256": {path.name: digest(path) for path in sorted(BASE.iterdir())}, "recipe": recipe(), "seed": SEED,
+        "sha256": {path.name: digest(path) for path in sorted(BASES[BASE_NAME].iterdir())},
+        "recipe": recipe(), "seed": SEED,
         "threads": os.environ.get("OMP_NUM_THREADS"), **report_header(),
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ import pytest
 from sft_play.config.load import load_config, resolved_config
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import MANIFEST_FORMAT
-from sft_play.starter import BASE
+from sft_play.starter import BASE_NAME, BASES
 from tests.command_cases import COMMAND_CASES
 from tests.conftest import ROOT, clean_environment
 
@@ -104,7 +104,7 @@ CASES = [
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """What each case says, and the folder in which it was asked, with a run that has finished."""
     folder = tmp_path_factory.mktemp("refusals")
-    base = shutil.copytree(BASE, folder / "base")
+    base = shutil.copytree(BASES[BASE_NAME], folder / "base")
     for name in ("asked.txt", "asked.dat"):
         (folder / name).write_text("what is it?\n")
     (folder / "empty.jsonl").touch()

@@ -14,8 +14,6 @@ from benchmarks import shapes_base, starter_shapes
 from benchmarks.starter_base import digest
 from benchmarks.starter_shapes import FOLDER, KINDS, PICTURES, SPLITS
 from sft_play.starter import BASES, IMAGE_CONFIG, find_starter_file
-from sft_play.models.config_json import find_model_folder
-from sft_play.starter import find_starter_file
 from tests.conftest import ROOT
 from tests.test_starter import sft_play
 
