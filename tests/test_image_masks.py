@@ -194,3 +194,44 @@ def test_a_processor_that_gives_more_than_is_known_is_refused(families, monkeypa
     )
     said = refusal_of(ModelError, load_image_processor, ImageProcessorSource(str(families["qwen2_5_vl"])))
     assert "gives the model tiles beside" in said
+
+
+def test_a_row_for_each_turn_has_the_pictures_of_its_turns(families):
+    first, second, third = (noise(size, seed) for seed, size in enumerate(SIZES))
+    renderer = renderer_of(families["qwen2_5_vl"], multi_turn="split")
+    rows = renderer.split_turns(chat_of(first, second, third))
+    assert [row.images for row in rows] == [(first, second), (first, second, third)]
+    assert all(isinstance(renderer.render(row), TokenRow) for row in rows)
+
+
+@pytest.mark.parametrize(("family", "is_taken"), [("llava_onevision", True), ("mistral3", True), ("qwen2_5_vl", False)])
+def test_prompts_of_a_template_without_parts_have_the_images_of_the_row(families, family, is_taken):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(families[family])
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = plain + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    renderer = Renderer(tokenizer, max_seq_len=4096, images=ImageProcessorSource(str(families[family])))
+    chat = chat_of(noise((40, 40), 0))
+    row, prompt = renderer.render(chat), renderer.prompt_ids(chat)
+    assert isinstance(row, TokenRow) == is_taken
+    assert (prompt is not None) == is_taken
+    if isinstance(row, TokenRow) and prompt is not None:
+        assert row.input_ids[: len(prompt)] == prompt
+
+
+def test_a_template_that_drops_an_image_is_refused(families):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(families["llava_onevision"])
+    dropped = "{% if part.type == 'image' and loop.first %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% if part.type == 'image' %}", dropped)
+    source = ImageProcessorSource(str(families["llava_onevision"]))
+    outcome = Renderer(tokenizer, max_seq_len=4096, images=source).render(chat_of(*(noise((40, 40), 0),) * 2))
+    assert "does not write the row's images" in reason_of(outcome)
+
+
+def test_a_picture_that_a_processor_refuses_is_a_bad_row(families):
+    outcome = renderer_of(families["qwen2_5_vl"]).render(chat_of(Picture("long.png", b"", 20_000, 10)))
+    assert "the processor refuses an image" in reason_of(outcome)
+    assert "20000 x 10" in reason_of(outcome)

@@ -239,3 +239,48 @@ def test_parts_for_images_do_not_train_on_rows_without_any(tmp_path, refuse):
         row["messages"][0]["content"] = [part for part in row["messages"][0]["content"] if part["type"] == "text"]
     write_rows(tmp_path / "rows.jsonl", rows)
     assert "no row has one" in refuse("train", "--config", str(run)).replace("\n", " ")
+
+
+# --- pictures that change ---------------------------------------------------------------------------------------------
+def test_a_cache_of_rows_knows_its_folder_and_the_files_of_its_images(tmp_path, monkeypatch):
+    from PIL import Image
+
+    from sft_play.config.load import config_from_text
+    from sft_play.data.build.splits import build_splits
+    from sft_play.data.sources.files import find_data_paths
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    base, rows = make_image_model(tmp_path / "base", "qwen2_5_vl"), []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        rows = picture_rows(tmp_path / name)
+        write_rows(tmp_path / name / "rows.jsonl", rows)
+    settings = {
+        "model": {"name": str(base), "max_seq_len": 1024},
+        "data": {"train_path": "rows.jsonl", "val_path": None},
+    }
+    config = config_from_text(json.dumps(settings), name="run.yaml")
+
+    def build(name: str) -> Any:
+        monkeypatch.chdir(tmp_path / name)
+        paths = find_data_paths(config.data)
+        return build_splits(config, paths, load_tokenizer(config).tokenizer, max_seq_len=1024).train.rows
+
+    for name in ("one", "two", "one"):
+        files = [Path(picture["path"]) for row in build(name)["images"] for picture in row]
+        assert {file.parent for file in files} == {tmp_path / name}
+    tokens = sum(build("one")["image_tokens"])
+    Image.new("RGB", (120, 120)).save(tmp_path / "one" / rows[0]["images"][0])
+    assert sum(build("one")["image_tokens"]) != tokens
+
+
+@pytest.mark.slow
+def test_a_run_is_not_resumed_on_other_pictures(tmp_path, succeed, refuse):
+    from PIL import Image, ImageOps
+
+    run = image_run(tmp_path, "gemma3", picture_rows(tmp_path), train={"save_steps": 1}, output={"name": "ours"})
+    succeed("train", "--config", str(run), "train.stop_after_steps=1")
+    for file in tmp_path.glob("*.png"):
+        with Image.open(file) as picture:
+            ImageOps.invert(picture).save(file)
+    assert "images of" in refuse("resume", "--run", str(tmp_path / "outputs" / "ours"))
