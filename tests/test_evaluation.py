@@ -274,9 +274,9 @@ def test_a_run_asks_in_batches_of_its_plan(tmp_path, tiny_llama, sums, succeed, 
     seen: list[tuple[int, int]] = []
     real = exact_match._generate
 
-    def generate(model, tokenizer, prompts, stop, new):
-        seen.append((len(prompts), max(map(len, prompts)) + new))
-        return real(model, tokenizer, prompts, stop, new)
+    def generate(model, tokenizer, questions, stop, new):
+        seen.append((len(questions), max(len(question.prompt_ids) for question in questions) + new))
+        return real(model, tokenizer, questions, stop, new)
 
     monkeypatch.setattr(exact_match, "_generate", generate)
     train = {"effective_batch_size": 4, "batch_size": 1, "max_steps": 1}
