@@ -92,10 +92,10 @@ SCHEMAS = {
     )}),
 }  # fmt: skip
 """By the file's path below the package: each file of data has one here."""
-MODEL = PACKAGE / "starter" / "starter-base"
-"""A model's folder, as transformers writes it; beside it is a run YAML, which test_starter.py compares."""
+STARTER = PACKAGE / "starter"
+"""Folders of models, as transformers writes them; beside them are run YAMLs, which the starters' tests compare."""
 FILES = [
-    path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if path.parent not in (MODEL, MODEL.parent)
+    path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if STARTER not in path.parents
 ]
 FOUND = sorted(path.relative_to(PACKAGE).as_posix() for path in FILES)
 

@@ -97,7 +97,11 @@ def answered(monkeypatch: Any, tokenizer: Any, asked: Any, texts: list[str], sto
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     ends = [next((at + 1 for at, one in enumerate(row) if one in set(stop)), len(row)) for row in ids]
     made = {tuple(one.prompt_ids): tuple(row[:end]) for one, row, end in zip(asked, ids, ends, strict=True)}
-    monkeypatch.setattr(exact_match, "_generate", lambda _, __, prompts, *___: [made[tuple(one.prompt_ids)] for one in prompts])
+
+    def generate(_: Any, __: Any, questions: Any, *___: Any) -> Any:
+        return [made[tuple(question.prompt_ids)] for question in questions]
+
+    monkeypatch.setattr(exact_match, "_generate", generate)
     model: Any = SimpleNamespace(training=False, eval=lambda: None, train=lambda _: None)
     model.config = SimpleNamespace(get_text_config=SimpleNamespace)
     given = generate_answers(model, tokenizer, asked, stop_ids=stop, max_new_tokens=99, max_tokens=9999)
@@ -233,7 +237,11 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, succeed, monke
         prompt = tokenizer.apply_chat_template(row["messages"][:-1], tokenize=False, add_generation_prompt=True)
         answer = tokenizer(text[len(prompt) :])["input_ids"]
         written[tuple(tokenizer(prompt)["input_ids"])] = tuple(answer[: answer.index(end) + 1])
-    monkeypatch.setattr(exact_match, "_generate", lambda _, __, asked, *___: [written[tuple(one.prompt_ids)] for one in asked])
+
+    def generate(_: Any, __: Any, questions: Any, *___: Any) -> Any:
+        return [written[tuple(question.prompt_ids)] for question in questions]
+
+    monkeypatch.setattr(exact_match, "_generate", generate)
     printed = succeed("train", "--config", str(config))
     folder = tmp_path / "outputs" / "one"
     summary = json.loads((folder / "summary.json").read_text())
