@@ -94,9 +94,7 @@ SCHEMAS = {
 """By the file's path below the package: each file of data has one here."""
 STARTER = PACKAGE / "starter"
 """Folders of models, as transformers writes them; beside them are run YAMLs, which the starters' tests compare."""
-FILES = [
-    path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if STARTER not in path.parents
-]
+FILES = [path for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}") if STARTER not in path.parents]
 FOUND = sorted(path.relative_to(PACKAGE).as_posix() for path in FILES)
 
 
