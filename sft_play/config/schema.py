@@ -308,7 +308,7 @@ class TuningConfig(Section):
     @property
     def trains_vision_parts(self) -> bool:
         """Whether parts of an image-text model for images train."""
-        return self.train_vision or self.lora.projector
+        return self.train_vision or (self.lora.projector and self.mode != "full")
 
     @property
     def has_quantized_experts(self) -> bool:

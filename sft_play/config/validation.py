@@ -293,16 +293,15 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             f"is the backend itself ({tuning.backend}); remove it",
         ),
     )
-    for name, is_wrong, message in (*rules, *_adapter_and_data_rules(config)):
+    for name, is_wrong, message in (*rules, *_adapter_rules(config), *_data_rules(config)):
         if is_wrong:
             yield tuple(name.split(".")), message
 
 
-def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
-    data, tuning, lora = config.data, config.tuning, config.tuning.lora
+def _adapter_rules(config: RunConfig) -> tuple[_Rule, ...]:
+    tuning, lora = config.tuning, config.tuning.lora
     mode, init = tuning.mode, lora.init if tuning.mode != "full" else "default"
     experts_key = "experts" if lora.experts else "target_parameters"
-    pixels = data.image_pixels
     return (
         *(
             (
@@ -313,9 +312,10 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
             for name, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora))
         ),
         (
-            "data.image_pixels",
-            (pixels.min or 0) > (pixels.max or math.inf),
-            f"at least {pixels.min} and at most {pixels.max} pixels exclude each other",
+            "tuning.train_vision",
+            tuning.train_vision and mode != "full",
+            f"is of full training, and tuning.mode is {mode}; tuning.lora.projector=true puts"
+            " adapters on the projector",
         ),
         (
             "tuning.lora.experts",
@@ -354,6 +354,17 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
             "tuning.lora.use_rslora",
             init == "pissa" and lora.use_rslora,
             "pissa divides its start by the scale; set tuning.lora.alpha instead",
+        ),
+    )
+
+
+def _data_rules(config: RunConfig) -> tuple[_Rule, ...]:
+    data, pixels = config.data, config.data.image_pixels
+    return (
+        (
+            "data.image_pixels",
+            (pixels.min or 0) > (pixels.max or math.inf),
+            f"at least {pixels.min} and at most {pixels.max} pixels exclude each other",
         ),
         (
             "data.train_path",

@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
+from sft_play.data.build.stats import file_state
 from sft_play.data.build.survey import NumberedExample, RowRenderer, estimate_size
 from sft_play.data.checks import missed_column_lines
 from sft_play.data.masks.image_processor import ImageProcessorSource, cached_image_processor
@@ -69,8 +70,21 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
     no error is raised."""
     with contextlib.suppress(OSError, SftPlayError, ValueError):
         if has_variable_lengths(config):
-            return TypeAdapter(RowTokens).validate_json(_cache_path(config).read_bytes())
+            path = _cache_path(config)
+            rows = TypeAdapter(RowTokens).validate_json(path.read_bytes())
+            if rows.images is None or _has_same_images(path):
+                return rows
     return None
+
+
+# The key of a cache knows the files of rows, and not those of their images.
+def _has_same_images(path: Path) -> bool:
+    states = json.loads(_image_states_path(path).read_bytes())
+    return all(file_state(file) == tuple(state) for file, state in states.items())
+
+
+def _image_states_path(path: Path) -> Path:
+    return path.with_suffix(".images.json")
 
 
 def has_counted_rows(config: RunConfig) -> bool:
@@ -161,6 +175,7 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
     row_renderer = RowRenderer(renderer, task_mode=config.task_mode)
     sampled, longest_by_part = Counter[int](), dict[str, int]()
     pictured_rows: list[_PicturedRow] = []
+    image_files: dict[str, tuple[int, int]] = {}
     for part, source in paths.named_paths():
         sample, longest = _sample_examples(source, config, part, rows=rows)
         for numbered_rows in (sample, longest):
@@ -173,6 +188,8 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
                     sampled[length] += is_sampled
                     if row.images:
                         sizes = {(one.width, one.height) for one in row.images}
+                        files = {one.file for one in row.images if one.file}
+                        image_files |= {file: file_state(file) for file in files}
                         pictured_rows.append(
                             _PicturedRow(
                                 length, len(row.images), row.image_tokens, sizes, is_sampled
@@ -193,7 +210,7 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
             sampled_rows=sampled.total(),
             images=_summarize_images(config, pictured_rows, scale=count / sampled.total()),
         )
-        _write_cache(config, row_tokens)
+        _write_cache(config, row_tokens, image_files)
 
 
 def _sample_examples(
@@ -257,10 +274,10 @@ def _count_tokens(config: RunConfig) -> None:
         ),
     )
     assert row_tokens is not None  # a split without rows is refused as it is built
+    counted = splits.named.values()
     pictured_rows = [
         row
-        for split in (splits.train, splits.val, splits.test)
-        if split is not None
+        for split in counted
         for row in _read_pictured_rows(split.rows, is_trained=split is splits.train)
     ]
     _write_cache(
@@ -270,6 +287,7 @@ def _count_tokens(config: RunConfig) -> None:
             cut=splits.train.stats.cut_rows,
             images=_summarize_images(config, pictured_rows),
         ),
+        {file: state for split in counted for file, state in split.stats.image_files.items()},
     )
 
 
@@ -331,9 +349,13 @@ def _summarize_images(
     )
 
 
-def _write_cache(config: RunConfig, row_tokens: RowTokens) -> None:
+def _write_cache(
+    config: RunConfig, row_tokens: RowTokens, image_files: Mapping[str, tuple[int, int]]
+) -> None:
     path = _cache_path(config)
     try:
+        if row_tokens.images is not None:
+            atomic.write(_image_states_path(path), json.dumps(image_files))
         atomic.write(path, json.dumps(dataclasses.asdict(row_tokens)))
     except OSError as error:
         raise DataError(

@@ -210,11 +210,6 @@ def check_image_options(config: RunConfig) -> None:
         conflicts.append("train.kernels=liger (auto: the class's own code runs)")
     if train.compile is True:
         conflicts.append("train.compile=true (auto: blocks are not compiled)")
-    if config.tuning.train_vision and config.tuning.mode != "full":
-        conflicts.append(
-            f"tuning.train_vision with tuning.mode={config.tuning.mode} (false, or"
-            " tuning.lora.projector=true for adapters on the projector; full trains the tower)"
-        )
     if conflicts:
         raise ConfigError(f"rows with images do not go together with {'; '.join(conflicts)}")
 

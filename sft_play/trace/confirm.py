@@ -10,7 +10,7 @@ import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from sft_play.log import one_line
 from sft_play.machine.host import total_and_free_ram
 from sft_play.machine.software import load_or_measure
 from sft_play.models.config_json import (
-    find_model_folder,
     load_config_json,
     parse_model_shape,
     quantised_storage_note,
@@ -734,8 +733,6 @@ class VisionMeter:
     source: ImageProcessorSource
     # Width and height.
     size: tuple[int, int]
-    # Files that say what the processor makes of a picture.
-    processor_text: str
 
     def __call__(self, precision: Precision, step: Step, is_trained: bool) -> VisionPass:
         """What the pass takes in the precision and on the device of a step. Raises ModelError where
@@ -753,8 +750,7 @@ class VisionMeter:
         )
         key_fields = {
             "settings": settings.canonical_text(),
-            "source": asdict(self.source),
-            "processor": self.processor_text,
+            "source": self.source.identity,
             "size": self.size,
             "trained": is_trained,
             "vision": VISION_VERSION,
@@ -802,13 +798,10 @@ def load_vision_shape(
             name=config.model.name,
         ),
     )
-    folder = find_model_folder(config.model.name)
-    files = sorted(folder.glob("*processor_config.json")) if folder is not None else []
     meter = VisionMeter(
         json.dumps(dict(fields)),
         ImageProcessorSource.from_config(config),
         (images.width, images.height),
-        "".join(path.read_text(encoding="utf-8") for path in files),
     )
     return VisionShape(
         weights=weights,

@@ -10,7 +10,6 @@ import copy
 import functools
 import inspect
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -32,6 +31,7 @@ from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import quiet_process
 from sft_play.trace.storages import StorageLog
 from sft_play.training.model.language_model import drop_kernel_choices
+from sft_play.training.model.vision_parts import PROJECTOR_NAMES
 
 # The dtype of weights in a class that is only looked at: not fp32, so that buffers which stay in
 # fp32 are told from those that follow the weights.
@@ -39,8 +39,6 @@ _WEIGHT_DTYPE = torch.bfloat16
 # Tokens of a picture that is measured as it is: 5 s on one core (Qwen2.5-VL, 28 blocks in windows;
 # 2026-12-01); with gradients four times as slow.
 MAX_MEASURED_TOKENS, MAX_TRAINED_TOKENS = 1024, 256
-# What classes call the way from the tower to the language model.
-_PROJECTOR_NAMES = re.compile(r"projector|merger|connector|embed_vision")
 _INDEX_OPERATORS = (
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_put.default,
@@ -67,7 +65,7 @@ def measure_vision_weights(config_json: Mapping[str, Any], *, name: str) -> Visi
             for path, module in model.named_modules()
             if isinstance(module, nn.Linear)
             and id(module) not in language_ids
-            and _PROJECTOR_NAMES.search(path)
+            and PROJECTOR_NAMES.search(path)
         ),
         has_picture_mask=_masks_pictures(model),
     )

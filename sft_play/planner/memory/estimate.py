@@ -18,7 +18,6 @@ from sft_play.planner.memory.model_states import (
     nf4_bytes,
     paged_bytes,
     resident_bytes,
-    trained_vision_params,
     vision_resident_bytes,
     weight_bytes,
 )
@@ -58,9 +57,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         adapter_itemsize = (
             4 if upcasts and not simulation.is_nf4 else simulation.loaded_element_bytes.adapters
         )
-        # the first of them with a vision tower that trains
-        outer_params = shape.embedding_table_params + trained_vision_params(config, shape)
-        units_bytes, adapted = [trained_itemsize * outer_params], not simulation.is_full
+        units_bytes = [trained_itemsize * shape.embedding_table_params]
+        adapted = not simulation.is_full
         for kind in shape.layers:
             packed_sizes = kind.packable_sizes if simulation.is_nf4 else ()
             adapter_params = adapted * block_adapter_params(kind, config.tuning.lora)
@@ -585,12 +583,22 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
 # Batches that a worker of the loader has made before they are asked for (torch's
 # `prefetch_factor`).
 PREFETCHED_BATCHES = 2
+# Processes of a rank that make pixels on a machine with a card, where the run YAML asks for none.
+IMAGE_WORKERS = 4
+
+
+def count_image_workers(configured: int, *, on_gpu: bool) -> int:
+    """Processes of a rank that make pixels while it computes; a rank with fewer cores has fewer."""
+    return configured or IMAGE_WORKERS * on_gpu
 
 
 def host_pixel_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank's pictures take as the model is given them: those of a step, and
     those that workers have made."""
-    step, workers = simulation.step, simulation.config.train.dataloader_num_workers
+    step = simulation.step
+    workers = count_image_workers(
+        simulation.config.train.dataloader_num_workers, on_gpu=step.on_gpu
+    )
     batches = step.grad_accum + PREFETCHED_BATCHES * workers
     return simulation.vision_pass.pixel_bytes * step.pictures * batches
 

@@ -149,7 +149,7 @@ class TrainedParameters:
 
 def trains_vision(config: RunConfig, shape: ModelShape) -> bool:
     """True if the vision tower of a run with pictures trains too."""
-    return shape.vision is not None and config.tuning.mode == "full" and config.tuning.train_vision
+    return shape.vision is not None and config.tuning.train_vision
 
 
 def trained_vision_params(config: RunConfig, shape: ModelShape) -> int:
@@ -616,20 +616,18 @@ def build_gather_buffers(
     is_nf4: bool,
     lora: LoraConfig | None,
     tensor_parallel_ranks: int,
-    vision_params: int = 0,
     **fields: Any,
 ) -> GatherBuffers:
     """The units of a model, `itemsize` bytes for what is gathered unpacked, with the adapters of
-    `lora`, and the other fields; a vision tower that trains is in the last unit. Of
-    blocks that tensor-parallel ranks share, the gathered part is one rank's."""
+    `lora`, and the other fields. Of blocks that tensor-parallel ranks share, the gathered part is
+    one rank's."""
     unit_bytes = [
         _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks
         for kind in shape.layers
     ]
     table_bytes = itemsize * shape.embedding_table_params
     blocks = tuple(unit_bytes[index] for index in shape.layer_order)
-    tail_bytes = table_bytes + itemsize * vision_params
-    return GatherBuffers(blocks, table_bytes * (not shape.tied), tail_bytes, **fields)
+    return GatherBuffers(blocks, table_bytes * (not shape.tied), table_bytes, **fields)
 
 
 def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None) -> int:

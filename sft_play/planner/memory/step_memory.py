@@ -223,7 +223,6 @@ class StepMemorySimulation:
             is_nf4=self.is_nf4 and layout.shards_params,
             lora=None if self.is_full else config.tuning.lora,
             tensor_parallel_ranks=layout.tensor_parallel,
-            vision_params=trained_vision_params(config, shape),
             # with adapters a unit's gradients are about as small a part of it as the adapters are
             # of the model
             trained_share=(
@@ -476,7 +475,7 @@ class StepMemorySimulation:
             bucket_bytes = zero_bucket_bytes(
                 layout,
                 self.trained_parameters.params,
-                self.shape.params + trained_vision_params(self.config, self.shape),
+                self.shape.params,
                 self.shape.hidden_size,
                 packed_params=self.shape.packable_params * self.is_nf4,
                 reduces_in_fp32=DTYPE_BYTES[sync.reduced_dtype] > DTYPE_BYTES[sync.computed_dtype],

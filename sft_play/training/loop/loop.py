@@ -24,6 +24,7 @@ from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.machine.host import cpu_cores
 from sft_play.planner.batching import MicroBatches
+from sft_play.planner.memory.estimate import count_image_workers
 from sft_play.planner.plan import Plan
 from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training import distributed, engines
@@ -63,9 +64,6 @@ from sft_play.training.model import attention_functions
 from sft_play.training.model.grouped_adapters import GroupedAdapters
 from sft_play.training.model.streamed_base import BlockStream
 from sft_play.training.model.vision import Vision
-
-# Processes of a rank that make pixels on a machine with a card, where the run YAML asks for none.
-IMAGE_WORKERS = 4
 
 # --- evaluation -----------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
@@ -418,9 +416,11 @@ class PlannedLoop(EvaluatedLoop):
         """The batches of an epoch, cut for this rank, where accelerate would give out batches of
         one size in turn."""
         workers = self.args.dataloader_num_workers
-        if not workers and self.vision is not None and self.args.device.type == "cuda":
-            # pixels are made while the card computes
-            workers = min(IMAGE_WORKERS, max(1, cpu_cores() // self._layout.ranks - 1))
+        if not workers and self.vision is not None:
+            # pixels are made while a card computes, by cores that no rank has for itself
+            spare_cores = max(1, cpu_cores() // self._layout.ranks - 1)
+            on_gpu = self.args.device.type == "cuda"
+            workers = min(spare_cores, count_image_workers(workers, on_gpu=on_gpu))
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=self._step_batches,

@@ -5,6 +5,7 @@ they have in the whole class.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from sft_play.training.model.language_model import TextTower, find_text_tower
 
 # The module of a language model under which parts for images stand that train with it.
 VISION_NAME = "sft_vision"
+# What classes call the way from the tower to the language model.
+PROJECTOR_NAMES = re.compile(r"projector|merger|connector|embed_vision")
 
 
 def require_image_class(text_tower: TextTower | None, name: str) -> Any:
@@ -76,16 +79,15 @@ def _outer_names(full_decoder: Any, decoder_name: str) -> list[str]:
     return modules + [name for name, _ in full_decoder.named_parameters(recurse=False)]
 
 
-# What brings features to the width of the language model: a part of its own, or mergers in the
-# tower.
+# What brings features to the width of the language model: parts of its own, or inside the tower.
 def _projector_names(full_decoder: Any, outer_names: Sequence[str]) -> list[str]:
-    words = ("projector", "connector", "embed_vision")
-    names = [name for name in outer_names if any(word in name for word in words)]
-    for outer_name in outer_names:
-        part = getattr(full_decoder, outer_name.removesuffix("."))
-        if outer_name in names or isinstance(part, nn.Parameter):
-            continue
-        names += [f"{outer_name}{name}." for name, _ in part.named_children() if "merger" in name]
+    names: list[str] = []
+    for name, module in full_decoder.named_modules():
+        path = f"{name}."
+        is_new = path.startswith(tuple(outer_names)) and not path.startswith(tuple(names))
+        is_projector = PROJECTOR_NAMES.search(name.rpartition(".")[2])
+        if is_new and is_projector and not isinstance(module, nn.Linear):
+            names.append(path)
     return names
 
 
