@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +24,7 @@ pytestmark = pytest.mark.build
 # Trained by the default suite; the others are slow.
 QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
 STEPS, ROWS, RATE = 3, 8, 1e-4
+ADAPTER = Path("adapter", "adapter_model.safetensors")
 
 
 def picture_rows(folder: Path, *, count: int = ROWS, seed: int = 0, fewest: int = 1) -> list[dict[str, Any]]:
@@ -40,6 +47,13 @@ def picture_rows(folder: Path, *, count: int = ROWS, seed: int = 0, fewest: int 
         ]
         rows.append({"messages": messages, "images": names})
     return rows
+
+
+def open_picture(path: Path) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        return picture.convert("RGB")
 
 
 def image_run(folder: Path, family: str, rows: list[dict[str, Any]], **sections: Any) -> Path:
@@ -114,11 +128,58 @@ def test_losses_and_gradients_are_those_of_trl_on_the_whole_class(family, bf16, 
         assert norm == pytest.approx(norm_of_trl, rel=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_gradient_is_that_of_the_whole_class(family, tmp_path):
+    """Two rows with one and two pictures, and a row of text: loss and gradients of the language model, to the bit."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from sft_play.data.masks.image_processor import ImageProcessorSource, cached_image_processor
+    from sft_play.training.model.language_model import locate_text_tower, prepare_text_config
+    from sft_play.training.model.vision import load_vision
+
+    base = str(make_image_model(tmp_path / "base", family))
+    full_config, source = AutoConfig.from_pretrained(base), ImageProcessorSource(base)
+    text_config = prepare_text_config(full_config)
+    with torch.device("meta"):
+        tower = locate_text_tower(full_config, AutoModelForCausalLM.from_config(text_config))
+    assert tower is not None
+    whole = AutoModelForImageTextToText.from_pretrained(base).train()
+    ours = AutoModelForCausalLM.from_pretrained(base, config=text_config, key_mapping=tower.key_mapping).train()
+    ours.sft_tower = tower
+    load_vision(ours, name=family, location=base, revision=None, images=source, dtype=torch.float32, device="cpu")
+    processor, rows = cached_image_processor(source), picture_rows(tmp_path)
+    images = [[open_picture(tmp_path / name) for name in row["images"]] for row in rows[:2]]
+    texts = [f"so {FAMILIES[family].picture * len(row)} it is on." for row in images]
+    with warnings.catch_warnings(action="ignore"):
+        batch = dict(processor.processor(
+            text=texts, images=images, return_tensors="pt", padding=True, padding_side="right"
+        ))  # fmt: skip
+        text_rows = dict(processor.processor(text=["the light is off."], return_tensors="pt"))
+    for inputs in (batch, text_rows):
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        labels[torch.isin(labels, torch.tensor(sorted(processor.token_ids)))] = -100
+        losses = [model(**inputs, labels=labels).loss for model in (whole, ours)]
+        assert losses[0].item() == losses[1].item()
+        for loss in losses:
+            loss.backward()
+    theirs = {name: weight.grad for name, weight in whole.named_parameters()}
+    gradients = {tower.to_full_name(name): weight.grad for name, weight in ours.named_parameters()}
+    assert gradients
+    assert all(torch.equal(gradient, theirs[name]) for name, gradient in gradients.items() if gradient is not None)
+
+
 # --- layouts, stops, and what is saved --------------------------------------------------------------------------------
 def adapter_of(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
+    return load_file(folder / ADAPTER)
+
+
+def steps_so_far(folder: Path) -> list[str]:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line for line in lines if "grad_norm" in line]
 
 
 def same(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> bool:
@@ -158,6 +219,26 @@ def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_one(family, tmp_path,
     assert steps_of(broken) == steps_of(whole)
     tensors = adapter_of(whole)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in adapter_of(broken).items())
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_resumes_to_the_unbroken_one(tmp_path, succeed):
+    rows = picture_rows(tmp_path, count=20, fewest=0)
+    run = image_run(tmp_path, "gemma3", rows, train={"max_steps": 30, "save_steps": 3})
+    succeed("train", "--config", str(run), "output.name=whole")
+    whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(run), "output.name=killed"]
+    with subprocess.Popen(
+        words, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and len(steps_so_far(killed)) < 8:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert 8 <= len(steps_so_far(killed)) < 30
+    succeed("resume", "--run", str(killed))
+    assert steps_of(killed) == steps_of(whole)
+    assert (killed / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
 
 
 @pytest.mark.parametrize("trains_vision", [False, True])
@@ -284,3 +365,22 @@ def test_a_run_is_not_resumed_on_other_pictures(tmp_path, succeed, refuse):
         with Image.open(file) as picture:
             ImageOps.invert(picture).save(file)
     assert "images of" in refuse("resume", "--run", str(tmp_path / "outputs" / "ours"))
+
+
+def test_rows_are_counted_anew_where_their_pictures_changed(tmp_path):
+    from PIL import Image
+
+    from sft_play.config.load import load_config
+    from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens
+
+    rows = picture_rows(tmp_path)
+    loaded = load_config(image_run(tmp_path, "qwen2_5_vl", rows))
+    count_row_tokens([loaded])
+    before = cached_row_tokens(loaded.config)
+    assert before is not None
+    Image.new("RGB", (128, 128)).save(tmp_path / rows[0]["images"][0])
+    assert cached_row_tokens(loaded.config) is None
+    count_row_tokens([loaded])
+    after = cached_row_tokens(loaded.config)
+    assert after is not None
+    assert (after.images.width, after.images.height) == (128, 128) != (before.images.width, before.images.height)

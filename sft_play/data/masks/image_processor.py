@@ -383,8 +383,8 @@ def _find_processor_class(source: ImageProcessorSource) -> Any:
     return _import_processor_class(class_name)
 
 
-# One that has a backend of torchvision beside that of PIL may import the first as its module is
-# read (Pixtral): where torchvision is missing, that of PIL stands in for it.
+# A module of a processor may import its image processor for torchvision (Pixtral): where
+# torchvision is missing, that for PIL is imported under its name.
 def _import_processor_class(class_name: str) -> Any:
     import transformers
     from transformers.utils import is_torchvision_available

@@ -1,7 +1,7 @@
 """The parts for images of an image-text class: which they are, and those that train.
 
-Those stand in the language model too, as a module of its own, and are saved under the names that
-they have in the whole class.
+Parts that train are submodules of the language model too, so that the optimizer and PEFT find them;
+they are saved under their names in the whole class.
 """
 
 import functools
