@@ -17,7 +17,7 @@ from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.images import IMAGE_MARK, Picture
 from sft_play.data.sources.raw import BadRow
-from sft_play.errors import ModelError
+from sft_play.errors import ConfigError, ModelError
 from tests.conftest import refusal_of
 from tests.image_families import FAMILIES, make_image_model
 
@@ -44,8 +44,9 @@ def renderer_of(folder: Path, **options: Any) -> Renderer:
     from transformers import AutoTokenizer
 
     limit = options.pop("max_seq_len", 4096)
+    source = options.pop("source", None) or ImageProcessorSource(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Renderer(tokenizer, DataConfig(**options), max_seq_len=limit, images=ImageProcessorSource(str(folder)))
+    return Renderer(tokenizer, DataConfig(**options), max_seq_len=limit, images=source)
 
 
 def chat_of(*pictures: Picture) -> Chat:
@@ -155,7 +156,10 @@ def test_bounds_of_pixels_decide_the_tokens(families, family):
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "llava_onevision"])
 def test_bounds_that_a_processor_does_not_have_are_refused(families, family):
     source = ImageProcessorSource(str(families[family]), max_pixels=1024)
-    assert "has no such bound" in refusal_of(ModelError, load_image_processor, source)
+    assert "has no such bound" in refusal_of(ConfigError, load_image_processor, source)
+    # a setting that nothing answers is no fault of a row
+    with pytest.raises(ConfigError, match="has no such bound"):
+        renderer_of(families[family], source=source).render(chat_of(noise((40, 40), 0)))
 
 
 def test_a_base_of_text_is_refused_by_name(tiny_llama):

@@ -306,6 +306,23 @@ def test_what_rows_with_images_exclude_is_refused_by_name(changes, words, tmp_pa
     assert words in refuse("train", "--config", str(run))
 
 
+def test_a_layout_that_takes_no_images_is_refused_once_the_rows_are_counted(tmp_path, refuse):
+    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path))
+    for _ in ("rows not counted yet", "rows counted"):
+        assert "rows with images: " in refuse("train", "--config", str(run), "--strategy", "streamed")
+
+
+def test_a_bound_that_the_processor_does_not_have_is_an_error_of_the_setting(tmp_path, refuse, command):
+    run = image_run(tmp_path, "gemma3", picture_rows(tmp_path), data={"image_pixels": {"max": 1024}})
+    said = refuse("train", "--config", str(run))
+    assert "data.image_pixels: " in said
+    code, said = command("check", "--config", str(run))
+    assert code == 2
+    assert "data.image_pixels: " in said
+    assert "leave the key out" in said
+    assert "fix the file" not in said
+
+
 def test_rows_with_images_on_a_base_of_text_are_bad_rows(tmp_path, tiny_llama, refuse):
     rows = write_rows(tmp_path / "rows.jsonl", picture_rows(tmp_path))
     said = refuse("train", "--config", str(write_run(tmp_path, tiny_llama, rows)))

@@ -354,7 +354,10 @@ class _RunChecks:
                     part, path, has_val="val" in parts or f"{part} (val)" in parts
                 )
             except SftPlayError as error:
-                yield fail_finding(f"rows: {part}", str(error), "fix the file, or give another one")
+                remedy = "fix the file, or give another one"
+                if isinstance(error, ConfigError):
+                    remedy = "change the key that it names"
+                yield fail_finding(f"rows: {part}", str(error), remedy)
                 continue
             yield from checks.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
         if surveys and self._row_renderer is not None:

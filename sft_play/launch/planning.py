@@ -896,6 +896,9 @@ def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageR
         rows, shape = cached_row_tokens(request.run.config), request.plan_request.shape
         if rows is not None and rows.images is not None:
             shape = load_run_model_shape(request.run.config, rows)
+            if len(layouts) == 1:  # it may be one that runs no rows with images
+                hardware = request.plan_request.hardware
+                refuse_impossible_strategy(request.run.config, hardware, layouts[0])
         finished_requests.append(
             request.with_changes(row_tokens=rows, shape=shape, allowed_layouts=layouts)
         )

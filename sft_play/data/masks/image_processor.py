@@ -23,7 +23,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.images import Picture
-from sft_play.errors import ModelError
+from sft_play.errors import ConfigError, ModelError
 from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder
 
@@ -307,7 +307,8 @@ def expand_runs(
 
 def load_image_processor(source: ImageProcessorSource, tokenizer: Any = None) -> ImageProcessor:
     """Load the processor of a base, with the run's `tokenizer` (None: the base's own). Raises
-    ModelError: the base takes no images, or its processor cannot be built here."""
+    ModelError: the base takes no images, or its processor cannot be built here; ConfigError: it
+    has no such bounds."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     options: dict[str, Any] = {"revision": source.revision}
@@ -439,15 +440,15 @@ def _build_processor(
 
 
 def _bound_pixels(image_processor: Any, source: ImageProcessorSource) -> None:
-    """Set the bounds of a picture's pixels in the processor's own terms. Raises ModelError where it
-    has none: every picture takes the same tokens then."""
+    """Set the bounds of a picture's pixels in the processor's own terms. Raises ConfigError where
+    it has none: every picture takes the same tokens then."""
     size = dict(image_processor.size or {})
     minimum, maximum = source.min_pixels, source.max_pixels
     if {"shortest_edge", "longest_edge"} <= size.keys() and hasattr(image_processor, "patch_size"):
         # of these classes (Qwen, GLM) both numbers are areas, whatever they are called
         least, most = minimum or size["shortest_edge"], maximum or size["longest_edge"]
         if least > most:
-            raise ModelError(
+            raise ConfigError(
                 f"data.image_pixels: at least {least:,} and at most {most:,} pixels exclude each"
                 " other (a bound that is left out is the processor's own)"
             )
@@ -457,7 +458,7 @@ def _bound_pixels(image_processor: Any, source: ImageProcessorSource) -> None:
         edge = int((maximum or 0) ** 0.5)
         image_processor.size = type(image_processor.size)(longest_edge=edge)
         return
-    raise ModelError(
+    raise ConfigError(
         f"data.image_pixels: {type(image_processor).__name__} resizes every picture to"
         f" {one_line(json.dumps(dict(size)))} and has no such bound; leave the key out"
     )
@@ -465,7 +466,7 @@ def _bound_pixels(image_processor: Any, source: ImageProcessorSource) -> None:
 
 def bounded_size(source: ImageProcessorSource) -> dict[str, int] | None:
     """The size of its image processor with the bounds of `data.image_pixels`, as its file has it;
-    None without bounds. Raises ModelError: it has no such bounds."""
+    None without bounds. Raises ConfigError: it has no such bounds."""
     from transformers import AutoImageProcessor
 
     if source.min_pixels is None and source.max_pixels is None:
