@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -539,7 +540,7 @@ class PlannedLoop(EvaluatedLoop):
         if has_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        self._stepped_parameters = nn.ParameterList(engines.stepped_parameters(self))
+        self._stepped_parameters = _SteppedParameters(engines.stepped_parameters(self))
         with _replaced_module_walks(model, self._stepped_parameters):
             super()._run_epoch(model, *args, **options)
 
@@ -644,18 +645,33 @@ class PlannedLoop(EvaluatedLoop):
         """No card: PEFT writes the adapter's own, and this one would ask trackers for links."""
 
 
+class _SteppedParameters:
+    """The parameters that the optimizer steps, with those two methods of a module that the Trainer
+    calls in every step. A module would look for them among its own."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
 @contextlib.contextmanager
-def _replaced_module_walks(model: nn.Module, stepped: nn.ParameterList) -> Iterator[None]:
+def _replaced_module_walks(model: nn.Module, stepped: _SteppedParameters) -> Iterator[None]:
     """While open, a model's `train` and `zero_grad` go through lists that are made once: all
     modules, and the parameters that the optimizer steps. The Trainer calls the one in every
     micro-step and the other in every step, and torch's own visit each module: 8 and 4 ms where
     there are 3,000."""
     model.train()
-    modules = [*model.modules()]
+    modules, is_training = [*model.modules()], operator.attrgetter("training")
 
     def train(mode: bool = True) -> nn.Module:
         # an evaluation, or a library, may have left any of them in the other mode
-        if any(module.training is not mode for module in modules):
+        if {*map(is_training, modules)} != {mode}:
             type(model).train(model, mode)
         return model
 

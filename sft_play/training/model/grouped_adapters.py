@@ -101,9 +101,6 @@ class GroupedAdapters:
         self.groups = groups
         self._copies: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
-        # the copies of A that a scale is multiplied into
-        self._scaled: list[torch.Tensor] = []
-        self._scales: list[float] = []
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
@@ -113,14 +110,9 @@ class GroupedAdapters:
             for group in self.groups:
                 self._copies += group.create_copies()
                 self._parameters += group.factors
-                if group.scale != 1:
-                    self._scaled.append(group.a)
-                    self._scales.append(group.scale)
         for group in self.groups:  # of a pass that ended within a group, for want of memory
             group.drop_outputs()
         torch._foreach_copy_(self._copies, self._parameters)
-        if self._scaled:
-            torch._foreach_mul_(self._scaled, self._scales)
 
     def remove(self) -> None:
         """Let PEFT's own forward run again."""
@@ -195,9 +187,12 @@ class AdapterGroup:
         self.factors = [*factors_a, *factors_b]
         self.parameters = sum(factor.numel() for factor in self.factors)
         self.a_shape = (sum(self.ranks), factors_a[0].shape[1])
-        # Copies of all A times the scale, [R, i], and of each B; none before the first step.
-        self.a = torch.empty(0)
+        self.widths = [len(factor) for factor in factors_b]
+        # Copies of all A, [R, i], and of each B, [o, r], with their transposes,
+        # which every pass would make anew; none before the first step.
+        self.a = self.a_t = torch.empty(0)
         self.b: Sequence[torch.Tensor] = ()
+        self.b_t: Sequence[torch.Tensor] = ()
         self._pending: _PendingOutputs | None = None
         for place, layer in enumerate(layers):
             layer.forward = partial(self._forward, place)
@@ -207,6 +202,7 @@ class AdapterGroup:
         flat = self.factors[0].new_empty(self.parameters, dtype=self.dtype)
         copies = self.split_factors(flat)
         self.a, self.b = self.joined_a(flat), copies[len(self.layers) :]
+        self.a_t, self.b_t = self.a.t(), [b.t() for b in self.b]
         return copies
 
     def split_factors(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -276,12 +272,13 @@ class _GroupedProducts(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: AdapterGroup, *factors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1])
-        low_rank = torch.mm(rows, group.a.t())  # [T, R]
-        parts = group.split_ranks(low_rank)
+        low_rank = torch.mm(rows, group.a_t)  # [T, R]
         outputs = []
-        for base, b, part in zip(group.bases, group.b, parts, strict=True):
+        for base, b_t, width, part in zip(
+            group.bases, group.b_t, group.widths, group.split_ranks(low_rank), strict=True
+        ):
             output = base.forward(x)
-            output.view(-1, len(b)).addmm_(part, b.t())
+            output.view(-1, width).addmm_(part, b_t, alpha=group.scale)
             outputs.append(output)
         ctx.group, ctx.shape = group, x.shape
         ctx.save_for_backward(rows, low_rank)
@@ -296,24 +293,25 @@ class _GroupedProducts(torch.autograd.Function):
         factor_gradients = group.split_factors(flat)
         low_gradient = torch.empty_like(low_rank)
         x_gradient = None
-        for base, b, b_gradient, gradient, part, part_gradient in zip(
+        for base, b, width, b_gradient, gradient, part, part_gradient in zip(
             group.bases,
             group.b,
+            group.widths,
             factor_gradients[len(group.bases) :],
             output_gradients,
             group.split_ranks(low_rank),
             group.split_ranks(low_gradient),
             strict=True,
         ):
-            gradient = gradient.reshape(-1, len(b))
-            torch.mm(gradient.t(), part, out=b_gradient)
-            torch.mm(gradient, b, out=part_gradient)
+            gradient = gradient.reshape(-1, width)
+            # beta=0: what the tensor holds is not read
+            b_gradient.addmm_(gradient.t(), part, beta=0, alpha=group.scale)
+            part_gradient.addmm_(gradient, b, beta=0, alpha=group.scale)
             if x_gradient is not None:
                 x_gradient.addmm_(gradient, base_weight(base, rows.dtype))
             elif needs_x_gradient:
                 x_gradient = torch.mm(gradient, base_weight(base, rows.dtype))
-        # beta=0: what the tensor holds is not read
-        group.joined_a(flat).addmm_(low_gradient.t(), rows, beta=0, alpha=group.scale)
+        torch.mm(low_gradient.t(), rows, out=group.joined_a(flat))
         if x_gradient is not None:
             x_gradient = x_gradient.addmm_(low_gradient, group.a).view(ctx.shape)
         if flat.dtype is not group.factors[0].dtype:  # one cast for all
