@@ -9,7 +9,6 @@ Errors that a user can fix are classes of `sft_play.errors`.
 """
 
 import json
-import os
 from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
@@ -19,11 +18,7 @@ from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.launch.start import start_run
 from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.planner.plan import Plan
-from sft_play.process.environment import (
-    allocator_variables,
-    compile_cache_variables,
-    openmp_wait_variables,
-)
+from sft_play.process.environment import set_library_variables
 
 __all__ = ["load_config", "plan", "train"]
 
@@ -48,8 +43,7 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     its path as `run`. The folder is named by `output.name`, or by config and time;
     `output.if_exists` decides about an existing one. Raises SftPlayError for anything a user can
     fix, such as `DoesNotFit`; Interrupted for Ctrl-C, after the state was saved."""
-    os.environ.update(openmp_wait_variables(os.environ))
-    os.environ.update(allocator_variables(os.environ) | compile_cache_variables(os.environ))
+    set_library_variables()
     folder = start_run(LaunchRequest(run)).folder
     assert folder is not None
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))

@@ -11,11 +11,7 @@ from sft_play import commands, exit_codes, log
 from sft_play.commands.request import error_text, read_request, require_writable_out, write_result
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError, translate_library_errors
 from sft_play.process import failures
-from sft_play.process.environment import (
-    allocator_variables,
-    compile_cache_variables,
-    openmp_wait_variables,
-)
+from sft_play.process.environment import set_library_variables
 from sft_play.process.waiting import report_wait
 from sft_play.variables import spell_commands
 
@@ -37,10 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 done, 2 the user can fix it, 3 does not fit, 130
     stopped)."""
     argv = sys.argv[1:] if argv is None else argv
-    # OpenMP reads these once, when torch is loaded
-    os.environ.update(openmp_wait_variables(os.environ))
-    # torch reads these when it starts CUDA, and when it first compiles; ranks inherit all
-    os.environ.update(allocator_variables(os.environ) | compile_cache_variables(os.environ))
+    set_library_variables()
     command = next((word for word in argv if not word.startswith("-")), "sft-play")
     log.set_up_logging(log.escape_control(command)[:20], stream=sys.stderr)
     failures.install_process_guards()

@@ -292,8 +292,8 @@ def test_a_command_sets_it_before_torch_is_loaded(tmp_path, monkeypatch):
     """On a machine with a card: the test's own has none, so its /dev is another."""
     root = machine(tmp_path, "nvidia0")
     code = (
-        "import functools, os, sys, pathlib, sft_play.cli as cli; "
-        f"cli.allocator_variables = functools.partial(cli.allocator_variables, root=pathlib.Path({str(root)!r})); "
+        "import functools, os, sys, pathlib, sft_play.cli as cli, sft_play.process.environment as own; "
+        f"own.allocator_variables = functools.partial(own.allocator_variables, root=pathlib.Path({str(root)!r})); "
         "cli.main(['no-such-command']); print('torch' in sys.modules, os.environ.get('PYTORCH_ALLOC_CONF'))"
     )
     for name in (environment.ALLOCATOR_VARIABLE, *environment.OLDER_ALLOCATOR_VARIABLES):

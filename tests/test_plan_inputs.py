@@ -336,7 +336,7 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     for module in ("commands.request", "commands.sweep", "launch.planning", "launch.request", "launch.run_hardware"):
         monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.planning.require_compiler", lambda *_: None)
-    monkeypatch.setattr("sft_play.launch.start.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("sft_play.launch.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr("sft_play.launch.planning.torch_cuda_version", lambda: None)
     more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
     code, said = command(verb, "--config", str(small_run), *more)

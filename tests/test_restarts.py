@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.launch import request
-from sft_play.launch import start as starting
+from sft_play.launch import ranks, request, start
 from sft_play.launch.agent import RankExit, describe_crash
 from sft_play.launch.request import LaunchOptions, RestartBudget
 from sft_play.process import signals
@@ -70,16 +69,16 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
     folder, began = RunFolder(tmp_path / "one"), []
     folder.path.mkdir()
 
-    def begin(asked: request.LaunchRequest) -> starting.LaunchResult:
+    def begin(asked: request.LaunchRequest) -> start.LaunchResult:
         began.append((asked.should_resume, asked.launches_ranks, os.environ[signals.START_TIME_VARIABLE]))
         dies = len(began) <= fails
         failed(folder, f"death {len(began)}" if dies else None, restarts=folder_restarts(folder))
-        return starting.LaunchResult(1 if dies else 0, folder)
+        return start.LaunchResult(1 if dies else 0, folder)
 
-    monkeypatch.setattr(starting, "_start_once", begin)
+    monkeypatch.setattr(start, "_start_once", begin)
     monkeypatch.setenv(signals.START_TIME_VARIABLE, "0.0")
     asked = request.LaunchRequest(load_config(config), LaunchOptions(max_restarts=most))
-    assert starting.start_run(asked).exit_code == (1 if fails > most else 0)
+    assert start.start_run(asked).exit_code == (1 if fails > most else 0)
     assert len(began) == 1 + min(most, fails)
     assert [resume for resume, _, _ in began] == [False] + [True] * min(most, fails)
     assert {spread for _, spread, _ in began} == {most > 0}  # this process would not outlive the run's
@@ -130,10 +129,10 @@ def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, conf
 def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
     folder = RunFolder(tmp_path / "one")
     failed(folder, None)
-    assert starting._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by SIGKILL")
-    assert starting._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
-    assert starting._command_exit_code(-50, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
+    assert ranks._command_exit_code(-50, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by signal 50")
 
 

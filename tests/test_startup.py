@@ -25,13 +25,13 @@ HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bits
 SEVERAL = f"""
 import contextlib, io, json, sys
 from sft_play.cli import main
-from sft_play.launch import start
+from sft_play.launch import ranks
 
 def started(launch, folder):
     print("the ranks were started")
     return 0
 
-start.run_ranks = started
+ranks.run_ranks = started
 found = []
 for words in json.load(sys.stdin):
     said = io.StringIO()

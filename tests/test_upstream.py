@@ -14,7 +14,8 @@ from trl import SFTTrainer
 
 from sft_play.errors import BackendError
 from sft_play.training.loop import upstream
-from sft_play.training.loop.loop import EvaluatedLoop, PlannedLoop
+from sft_play.training.loop.evaluated_loop import EvaluatedLoop
+from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure.monitor import Monitor

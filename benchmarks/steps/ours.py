@@ -9,7 +9,6 @@ loop, is put in the place of the run's own.
 import contextlib
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
-from sft_play.process.environment import allocator_variables, openmp_wait_variables
+from sft_play.process.environment import set_library_variables
 from sft_play.process.signals import watch_parent
 
 SECONDS = "time_{}_s"
@@ -30,9 +29,7 @@ SECONDS = "time_{}_s"
 
 
 def main(path: Path) -> int:
-    # as the command sets them, and before torch is imported, which reads them then
-    os.environ.update(openmp_wait_variables(os.environ))
-    os.environ.update(allocator_variables(os.environ))
+    set_library_variables()  # before torch is imported
     set_up_logging("bench", stream=sys.stderr)
     order = ProcessOrder.read(path)
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from sft_play.commands.request import CommandResult, Request, redirect_stdout_to_stderr
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.launch.start import run_ranks
+from sft_play.launch.ranks import run_ranks
 from sft_play.launch.torchrun import read_rank_info, torchrun_command
 from sft_play.log import one_line, set_up_logging
 from sft_play.machine.hardware import detect_hardware

@@ -75,6 +75,7 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.lookup import RunLock, find_resumable
 from sft_play.spelling import did_you_mean
+from sft_play.starter import BASE_NAME, CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,15 @@ class LaunchRequest:
         return self.rank_info is None or (
             self.rank_info.is_first and self.rank_info.run_folder is None
         )
+
+    @property
+    def base_description(self) -> str:
+        """The base model and the run YAML in one line; of the starter's also how to leave it."""
+        name, path = self.loaded.config.model.name, str(self.loaded.path)
+        if name == BASE_NAME and self.loaded.path.name == Path(CONFIG).name:
+            name += ", the starter's two million parameters"
+            path += "; a run of yours: make train CONFIG=my.yaml"
+        return one_line(f"{name} ({path})", limit=400)
 
 
 @dataclass(frozen=True)

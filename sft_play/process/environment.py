@@ -79,6 +79,13 @@ def openmp_wait_variables(
     return dict(NO_SPIN if measure_busy_cores() > _BUSY_CORES else SHORT_SPIN)
 
 
+def set_library_variables() -> None:
+    """Set what torch and OpenMP read when they are loaded, where the environment says nothing of
+    it: how threads wait, the allocator, what is compiled. Ranks inherit it."""
+    for variables in (openmp_wait_variables, allocator_variables, compile_cache_variables):
+        os.environ.update(variables(os.environ))
+
+
 # Where inductor keeps what it has compiled.
 COMPILE_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -17,10 +17,9 @@ that they run), `heartbeat`. A folder for each part:
   4 bits), `language_model` (of an image-text class), `vision` (its whole class, for rows with
   images), `vision_parts` (those that train), `streamed_base` (blocks in RAM),
   `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
-- `loop/`: `trainer` (TRL's), `loop` (with evaluation), `loop_checkpoints`, `upstream` (private
-  names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
-  `out_of_memory` (steps that run out of it),
-  `curriculum` (stages).
+- `loop/`: `trainer` (TRL's), `loop`, `evaluated_loop` (its evaluation), `loop_checkpoints`,
+  `upstream` (private names of the libraries, guarded), `rows` (to micro-batches), `optimizers`,
+  `callbacks`, `out_of_memory` (steps that run out of it), `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint` (also
   consolidated),
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `card`.

@@ -16,13 +16,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import (
-    GradientCheck,
-    MetricsFile,
-    Progress,
-    StopController,
-    stop_signals,
-)
+from sft_play.training.loop import callbacks
 from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.out_of_memory import record_oom
@@ -155,17 +149,17 @@ def _run_training_loop(
     monitors: RunMonitors,
     initial_evaluation: InitialEvaluation,
     checkpoint: Path | None,
-) -> tuple[StopController, UpdateCheck, int, float]:
+) -> tuple[callbacks.StopController, UpdateCheck, int, float]:
     config, folder, eval_set = job.loaded.config, job.folder, initial_evaluation.eval_set
     compile_monitor = trainer.compile_monitor
     resume_step = None if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
-    stop_controller = StopController(
+    stop_controller = callbacks.StopController(
         config.train.stop_after_steps,
         hours=config.train.max_hours,
         pause_seconds=trainer.pause_seconds,
     )
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(estimate_remaining=lambda: estimate_remaining(trainer, eval_set))
+    progress = callbacks.Progress(estimate_remaining=lambda: estimate_remaining(trainer, eval_set))
     if distributed.is_first():  # lines after the checkpoint go: their steps are trained again
         truncate_metrics(
             folder.metrics_path,
@@ -183,17 +177,19 @@ def _run_training_loop(
         metric_tags=eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no"),
     )
     has_engine = not job.plan.choice.layout.is_one_process or job.deepspeed is not None
-    callbacks = [
-        GradientCheck(prepared.model_spec.late_gradients),
+    trainer_callbacks = [
+        callbacks.GradientCheck(prepared.model_spec.late_gradients),
         update_check,
-        MetricsFile(folder.metrics_path, start_time=monitors.start_time, stage=folder.stage_name),
+        callbacks.MetricsFile(
+            folder.metrics_path, start_time=monitors.start_time, stage=folder.stage_name
+        ),
         progress,
         stop_controller,
         *plan_callbacks,
     ]
     if has_engine:  # it evaluates before the clock of the progress starts
-        callbacks.insert(0, initial_evaluation)
-    for callback in callbacks:
+        trainer_callbacks.insert(0, initial_evaluation)
+    for callback in trainer_callbacks:
         trainer.add_callback(callback)
     trainable_parameters = sum(
         parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
@@ -210,7 +206,7 @@ def _run_training_loop(
         contextlib.closing(compile_monitor) if compile_monitor else contextlib.nullcontext()
     )
     with (
-        stop_signals(stop_controller),
+        callbacks.stop_signals(stop_controller),
         monitor_context,
         frozen_objects(),
         progress.start_wait as start_wait,

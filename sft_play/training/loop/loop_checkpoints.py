@@ -191,6 +191,12 @@ class CheckpointedLoop(Trainer):
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)
             raise
 
+    def abandon_saving(self) -> None:
+        """Wait for a checkpoint that is still written when the training has failed, but not for
+        ever; nothing where it is whole."""
+        if self._checkpoint_writer is not None:
+            self._checkpoint_writer.wait_at_most(FINAL_SAVE_TIMEOUT_S)
+
     def finish_saving(self) -> None:
         """Wait until the checkpoint written beside the training is whole; all ranks. Raises
         RunFolderError: no room."""

@@ -24,7 +24,9 @@ from sft_play.data.masks.image_processor import (
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.images import Picture
 from sft_play.errors import DataError
+from sft_play.machine.host import cpu_cores
 from sft_play.planner.batching import MicroBatches
+from sft_play.planner.memory.estimate import count_image_workers
 
 # The order of an epoch depends only on seed and epoch, and an optimizer step takes its next
 # effective batch, whatever the ranks, micro-batch and accumulation. A rank that has no row left for
@@ -484,6 +486,13 @@ class Collator:
                 target[: len(value)] = value
             tensors[name] = torch.from_numpy(table)
         return tensors
+
+
+def count_pixel_workers(ranks: int, *, on_gpu: bool) -> int:
+    """Processes that make pixels while a card computes, by the cores that none of a machine's
+    `ranks` has for itself; the plan's number where there are as many."""
+    spare_cores = max(1, cpu_cores() // ranks - 1)
+    return min(spare_cores, count_image_workers(0, on_gpu=on_gpu))
 
 
 def complete_boundaries(batch: dict[str, Any]) -> dict[str, Any]:
