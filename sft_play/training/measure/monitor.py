@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,8 +47,9 @@ class _ResidentSampler(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        process = psutil.Process()  # finding it takes longer than a sample
         while not self.stop_event.wait(SAMPLE_INTERVAL_S):
-            self.highest = max(self.highest, _resident_bytes())
+            self.highest = max(self.highest, int(process.memory_info().rss))
 
 
 def _resident_bytes() -> int:
@@ -74,6 +76,8 @@ class MemoryPeaks:
         else:
             release_free_memory()  # what malloc keeps of one phase would count for the next
             self._sampler = _ResidentSampler()
+            # where nothing closes it, as when a trainer fails to be made
+            weakref.finalize(self, self._sampler.stop_event.set)
 
     def close(self) -> None:
         """End the phase without beginning another."""
