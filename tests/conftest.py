@@ -77,17 +77,30 @@ def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
 
 
 _IMPORTS_OF_LIBRARIES = 300
+_RUNS_PER_COLLECTION = 10
 _frozen_modules = 0
+_ended_runs = 0
+unfreeze = gc.unfreeze
+
+
+def _end_run() -> None:
+    global _ended_runs
+    _ended_runs += 1
+
+
+gc.unfreeze = _end_run
 
 
 def pytest_runtest_setup() -> None:
     """Leave what libraries made at import out of Python's garbage collections, of which every run makes several:
-    each walks through a million objects that stay."""
-    global _frozen_modules
-    if len(sys.modules) > _frozen_modules + _IMPORTS_OF_LIBRARIES:
+    each walks through a million objects that stay. At the end of a run `frozen_objects` would let them in again; here
+    that happens after some runs, whose own garbage goes with it."""
+    global _frozen_modules, _ended_runs
+    if len(sys.modules) > _frozen_modules + _IMPORTS_OF_LIBRARIES or _ended_runs >= _RUNS_PER_COLLECTION:
+        unfreeze()
         gc.collect()
         gc.freeze()
-        _frozen_modules = len(sys.modules)
+        _frozen_modules, _ended_runs = len(sys.modules), 0
 
 
 VARIABLES = (

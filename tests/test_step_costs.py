@@ -22,7 +22,7 @@ from sft_play.training.loop.callbacks import GradientCheck, largest_sizes
 from sft_play.training.loop.loop import _replaced_module_walks, _SteppedParameters
 from sft_play.training.loop.rows import Collator, complete_boundaries
 from sft_play.training.measure.updates import UpdateCheck, UpdateFacts
-from tests.conftest import ROOT
+from tests.conftest import ROOT, unfreeze
 from tests.ranks_micro_batches import trainer_of
 
 pytestmark = pytest.mark.build
@@ -214,7 +214,8 @@ def test_boundaries_of_chats_are_copied_to_the_device_once():
     assert complete_boundaries(padded) is padded
 
 
-def test_what_is_there_before_the_loop_is_left_out_of_collections():
+def test_what_is_there_before_the_loop_is_left_out_of_collections(monkeypatch):
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
     before = gc.get_freeze_count()
     with frozen_objects():
         assert gc.get_freeze_count() > before

@@ -274,7 +274,8 @@ def main(folder: Path) -> None:
         importlib.import_module(module)
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
     gc.collect()
-    gc.freeze()  # a fork's collector does not copy what it never frees
+    gc.freeze()  # a fork's collector does not copy what it never frees, nor walk through it when its run has ended
+    gc.unfreeze = lambda: None
     asked = serve(folder)
     if asked is None:
         shutil.rmtree(folder, ignore_errors=True)
