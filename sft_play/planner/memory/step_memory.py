@@ -287,44 +287,59 @@ class StepMemorySimulation:
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
         blocks: list[BlockBytes] = []
+        # most layers are alike: those of one kind are computed once for each kind of input
+        known_blocks: dict[tuple[int, int, bool], BlockBytes] = {}
         itemsizes = [self._table_itemsize(trains=self.trained_parameters.trains_embedding)]
         for layer, kind_index in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks
             # for one (PEFT)
-            block = block_bytes(
-                self.specs[kind_index],
-                batch=self.step.micro_batch,
-                length=self.step.length,
-                itemsize=itemsizes[-1],
-                input_has_grad=layer > 0
+            input_has_grad = (
+                layer > 0
                 or self.trained_parameters.trains_embedding
                 or self.trained_parameters.new_token_params > 0
-                or self.recomputed_layers > 0,
-                is_accumulating=self._is_accumulating(),
+                or self.recomputed_layers > 0
             )
-            blocks.append(block)
-            itemsizes.append(block.output_itemsize)
+            key = (kind_index, itemsizes[-1], input_has_grad)
+            if key not in known_blocks:
+                known_blocks[key] = block_bytes(
+                    self.specs[kind_index],
+                    batch=self.step.micro_batch,
+                    length=self.step.length,
+                    itemsize=itemsizes[-1],
+                    input_has_grad=input_has_grad,
+                    is_accumulating=self._is_accumulating(),
+                )
+            blocks.append(known_blocks[key])
+            itemsizes.append(known_blocks[key].output_itemsize)
         return blocks, itemsizes
 
     def _compute_layers(self) -> list[LayerBytes]:
-        batch, layers = self.step.micro_batch, []
+        layers = []
+        known_layers: dict[tuple[int, int, bool], LayerBytes] = {}
         for layer, block in enumerate(self.blocks):
-            kept_layer = block.layer
-            if layer >= self.recomputed_layers:
-                layers.append(replace(kept_layer, cast=0))
-                continue
-            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops
-            # it; the block runs forward again first, and its input stays until its backward pass
-            # has ended
-            lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
-            checkpointed = replace(
-                kept_layer,
-                forward=lone_peak,
-                saved=self._hidden_bytes(batch, layer),
-                backward=max(kept_layer.backward + kept_layer.input, block.recompute_peak),
-            )
-            layers.append(checkpointed.offloaded if self.step.offloads else checkpointed)
+            is_recomputed = layer < self.recomputed_layers
+            key = (id(block), self.hidden_itemsizes[layer], is_recomputed)
+            if key not in known_layers:
+                known_layers[key] = (
+                    self._recomputed_layer(layer, block)
+                    if is_recomputed
+                    else replace(block.layer, cast=0)
+                )
+            layers.append(known_layers[key])
         return layers
+
+    def _recomputed_layer(self, layer: int, block: BlockBytes) -> LayerBytes:
+        """A block's bytes within a checkpoint. Nothing that its operations save is held:
+        torch.utils.checkpoint drops it; the block runs forward again first, and its input stays
+        until its backward pass has ended."""
+        batch = self.step.micro_batch
+        recomputed = replace(
+            block.layer,
+            forward=self._lone_forward_peak(layer, batch, self.specs, training=True),
+            saved=self._hidden_bytes(batch, layer),
+            backward=max(block.layer.backward + block.layer.input, block.recompute_peak),
+        )
+        return recomputed.offloaded if self.step.offloads else recomputed
 
     def _lone_forward_peak(
         self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool
@@ -428,9 +443,9 @@ class StepMemorySimulation:
     def _image_bytes(self, phase: str, pictures: int) -> int:
         """Pictures on the device in a phase, and their features until the language model has run;
         to the end of the step where the tower trains."""
-        one = self.vision_pass.scaled(pictures)
-        if phase in ("optimizer", "saving"):
+        if self.shape.vision is None or phase in ("optimizer", "saving"):
             return 0
+        one = self.vision_pass.scaled(pictures)
         has_features = phase != "backward" or self.vision_pass.backward_bytes > 0
         return one.pixel_bytes + one.feature_bytes * has_features + self._vision_cast_bytes
 
