@@ -77,7 +77,7 @@ FAMILIES = {
     "qwen3_vl": Family(
         "qwen3_vl", "Qwen3VLProcessor", QWEN_PICTURE, QWEN_TOKENS, TEXT | MROPE,
         {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8,
-         "out_hidden_size": WIDTH, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+         "out_hidden_size": WIDTH, "num_position_embeddings": 64, "deepstack_visual_indexes": [1]},
         "Qwen2VLImageProcessor", QWEN_PIXELS, config=QWEN_IDS,
     ),
     "qwen3_5": Family(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from tests.image_families import FAMILIES, make_image_model
 pytestmark = pytest.mark.build
 
 # Trained by the default suite; the others are slow.
-QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
+# A first plan of Qwen2.5-VL measures its blocks for 15 s, where those of LLaVA-OneVision (Qwen2's) are known.
+QUICK, CHEAPEST = ("llava_onevision", "gemma3", "smolvlm"), "llava_onevision"
 STEPS, ROWS, RATE = 3, 8, 1e-4
 ADAPTER = Path("adapter", "adapter_model.safetensors")
 
@@ -242,26 +244,37 @@ def test_a_run_that_is_killed_resumes_to_the_unbroken_one(tmp_path, succeed):
 
 
 @pytest.mark.parametrize("trains_vision", [False, True])
-def test_the_tower_stays_as_published_unless_it_is_asked_to_train(trains_vision, tmp_path, succeed):
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_the_tower_stays_as_published_unless_it_is_asked_to_train(family, trains_vision, tmp_path, succeed):
+    """What no image depends on, such as the pooling head of a tower whose blocks are read, stays in any case."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText
 
-    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path), output={"name": "ours"},
+    run = image_run(tmp_path, family, picture_rows(tmp_path), output={"name": "ours"},
                     tuning={"mode": "full", "train_vision": trains_vision})  # fmt: skip
-    succeed("train", "--config", str(run))
+    said = succeed("train", "--config", str(run))
     saved = tmp_path / "outputs" / "ours" / "model"
     before, after = load_file(tmp_path / "base" / "model.safetensors"), load_file(saved / "model.safetensors")
     assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        if ".visual." in name:
-            assert torch.equal(tensor, after[name]) != trains_vision, name
+    vision = [name for name in before if re.search("vision|visual|projector|connector|newline", name)]
+    assert len(vision) > 10
+    changed = {name for name in vision if not torch.equal(before[name], after[name])}
+    if not trains_vision:
+        assert not changed
+        assert "stay as they are" not in said
+    else:
+        unread = {name for name in vision if name not in changed}
+        assert all(re.search(r"\.head\.|post_layernorm", name) for name in unread), unread
+        assert ("stay as they are" in said) == bool(unread)
     _, info = AutoModelForImageTextToText.from_pretrained(saved, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava_onevision", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llava_onevision", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_adapters_of_the_projector_open_in_plain_peft(family, tmp_path, succeed):
     import torch
     from peft import PeftModel
@@ -302,12 +315,12 @@ def test_adapters_of_the_projector_open_in_plain_peft(family, tmp_path, succeed)
     ],
 )
 def test_what_rows_with_images_exclude_is_refused_by_name(changes, words, tmp_path, refuse):
-    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path), **changes)
+    run = image_run(tmp_path, CHEAPEST, picture_rows(tmp_path), **changes)
     assert words in refuse("train", "--config", str(run))
 
 
 def test_a_layout_that_takes_no_images_is_refused_once_the_rows_are_counted(tmp_path, refuse):
-    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path))
+    run = image_run(tmp_path, CHEAPEST, picture_rows(tmp_path))
     for _ in ("rows not counted yet", "rows counted"):
         assert "rows with images: " in refuse("train", "--config", str(run), "--strategy", "streamed")
 
@@ -330,7 +343,7 @@ def test_rows_with_images_on_a_base_of_text_are_bad_rows(tmp_path, tiny_llama, r
 
 
 def test_parts_for_images_do_not_train_on_rows_without_any(tmp_path, refuse):
-    run = image_run(tmp_path, "qwen2_5_vl", picture_rows(tmp_path, count=8, fewest=0, seed=0),
+    run = image_run(tmp_path, CHEAPEST, picture_rows(tmp_path, count=8, fewest=0, seed=0),
                     tuning={"mode": "full", "train_vision": True})  # fmt: skip
     rows = [{**row, "images": []} for row in picture_rows(tmp_path)]
     for row in rows:
@@ -391,7 +404,7 @@ def test_rows_are_counted_anew_where_their_pictures_changed(tmp_path):
     from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens
 
     rows = picture_rows(tmp_path)
-    loaded = load_config(image_run(tmp_path, "qwen2_5_vl", rows))
+    loaded = load_config(image_run(tmp_path, CHEAPEST, rows))
     count_row_tokens([loaded])
     before = cached_row_tokens(loaded.config)
     assert before is not None

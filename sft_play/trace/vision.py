@@ -31,7 +31,7 @@ from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import quiet_process
 from sft_play.trace.storages import StorageLog
 from sft_play.training.model.language_model import drop_kernel_choices
-from sft_play.training.model.vision_parts import PROJECTOR_NAMES
+from sft_play.training.model.vision_parts import PROJECTOR_NAMES, compute_image_features
 
 # The dtype of weights in a class that is only looked at: not fp32, so that buffers which stay in
 # fp32 are told from those that follow the weights.
@@ -237,7 +237,7 @@ def _run_pass(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         with torch.set_grad_enabled(is_trained):
-            output, features = _image_features(model, picture)
+            output, features = compute_image_features(model, picture)
         forward = VisionPass(
             pixel_bytes=sum(one.nbytes for one in picture.values()),
             peak_bytes=log.peak - before,
@@ -265,14 +265,3 @@ def _load(model: Any, *, is_trained: bool) -> None:
                     store[name] = (
                         nn.Parameter(fake, is_trained) if isinstance(tensor, nn.Parameter) else fake
                     )
-
-
-def _image_features(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """What the class keeps while its language model runs, and of it what that reads."""
-    names = set(inspect.signature(model.get_image_features).parameters)
-    output = model.get_image_features(
-        **{key: value for key, value in inputs.items() if key in names}, return_dict=True
-    )
-    pooled = output.pooler_output
-    joined = torch.cat(list(pooled), dim=0) if isinstance(pooled, list | tuple) else pooled
-    return output, [joined, *tree_iter(getattr(output, "deepstack_features", None) or ())]

@@ -22,12 +22,14 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
+from sft_play.log import one_line
 from sft_play.machine.host_speed import save_bus_rate
 from sft_play.planner.kernels import CountedKernels, groups_adapters
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import adapter_dtype
 from sft_play.runs.folder import RunFolder
+from sft_play.text import plural
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
 from sft_play.training.class_checks.adapter_trial import freeze_parameters
@@ -584,6 +586,13 @@ def _load_vision(
     )
     if config.tuning.train_vision:
         getattr(model, VISION_NAME).requires_grad_(requires_grad=True)
+        unread_names = vision.freeze_unread_weights()
+        if unread_names:
+            logger.info(
+                "Vision tower: %s stay as they are, since no image depends on them: %s",
+                plural(len(unread_names), "tensor"),
+                one_line(", ".join(unread_names), limit=200),
+            )
     return vision
 
 

@@ -28,7 +28,14 @@ from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
 from sft_play.training.model.language_model import find_text_tower, outside_zero3
 from sft_play.training.model.model_loading import NO_ADAPTER_KWARGS, silence_load_report
-from sft_play.training.model.vision_parts import adopt_trained_parts, require_image_class
+from sft_play.training.model.vision_parts import (
+    adopt_trained_parts,
+    compute_image_features,
+    require_image_class,
+)
+
+# Width and height of a picture whose pixels do not matter.
+_SMALL_PICTURE = (64, 64)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,34 @@ class Vision:
             for name, weight in self.full_model.named_parameters(remove_duplicate=False)
             if is_vision_name(name, self.decoder_name)
         }
+
+    def freeze_unread_weights(self) -> list[str]:
+        """Freeze the weights that no feature of a picture depends on, and return their names: LLaVA
+        reads the blocks of its tower, and neither the norm nor the pooling head behind them, which
+        would have no gradient."""
+        picture = cached_image_processor(self.images).blank_inputs([_SMALL_PICTURE])
+        device = next(iter(self.parameters.values())).device
+        inputs = {name: tensor.to(device) for name, tensor in picture.items()}
+        with torch.enable_grad():
+            _, features = compute_image_features(self.full_model, inputs)
+        nodes = [feature.grad_fn for feature in features]
+        visited: set[Any] = set()
+        read_ids: set[int] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in visited:
+                visited.add(node)
+                # where a gradient is added up for a weight
+                read_ids.add(id(getattr(node, "variable", None)))
+                nodes += [function for function, _ in node.next_functions]
+        unread = {
+            name: weight
+            for name, weight in self.parameters.items()
+            if weight.requires_grad and id(weight) not in read_ids
+        }
+        for weight in unread.values():
+            weight.requires_grad_(requires_grad=False)
+        return list(unread)
 
 
 def is_vision_name(name: str, decoder_name: str) -> bool:

@@ -5,12 +5,15 @@ they are saved under their names in the whole class.
 """
 
 import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
@@ -106,3 +109,17 @@ def projector_layers(full_model: Any, text_tower: TextTower) -> list[str]:
             " layer that an adapter could take; leave the key out"
         )
     return layers
+
+
+def compute_image_features(
+    full_model: Any, inputs: Mapping[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """What the whole class keeps of the pictures in a batch while its language model runs, and of
+    it what that reads."""
+    names = set(inspect.signature(full_model.get_image_features).parameters)
+    output = full_model.get_image_features(
+        **{key: value for key, value in inputs.items() if key in names}, return_dict=True
+    )
+    pooled = output.pooler_output
+    joined = torch.cat(list(pooled), dim=0) if isinstance(pooled, list | tuple) else pooled
+    return output, [joined, *tree_iter(getattr(output, "deepstack_features", None) or ())]
