@@ -150,6 +150,25 @@ FAMILIES = {
         {"image_token_index": "image_token", "video_token_index": "video_token",
          "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}, "qwen2", "siglip_vision_model",
     ),
+    "llava": Family(
+        "llava", "LlavaProcessor", "<image>", {"image_token": "<image>"}, TEXT,
+        SIGLIP | {"num_hidden_layers": 3, "image_size": 32, "projection_dim": 32}, "CLIPImageProcessor",
+        {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        {"image_token_index": "image_token", "vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
+        "llama", "clip_vision_model",
+    ),
+    "aya_vision": Family(  # each of the shapes that are probed has four tiles
+        "aya_vision", "AyaVisionProcessor", "<image>",
+        {"image_token": "<image>", "img_patch_token": "<|IMG_PATCH|>", "start_of_img_token": "<|START_OF_IMG|>",
+         "end_of_img_token": "<|END_OF_IMG|>", "tile_global_token": "TILE_GLOBAL"},
+        TEXT | {"logit_scale": 1.0},  # which the whole class leaves out
+        SIGLIP | {"image_size": 32}, "GotOcr2ImageProcessor",
+        {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
+        {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
+        {"image_token_index": "img_patch_token", "downsample_factor": 2, "alignment_intermediate_size": 64,
+         "vision_feature_layer": -1}, "cohere2", "siglip_vision_model",
+    ),
     "glm46v": Family(
         "glm46v", "Glm46VProcessor", "<|begin_of_image|><|image|><|end_of_image|>", GLM_TOKENS,
         TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0,

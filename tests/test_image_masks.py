@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from sft_play.config.schema import DataConfig
@@ -120,7 +121,7 @@ def test_what_cannot_be_exact_is_a_bad_row(families):
     )
     assert "holds the placeholder of an image" in reason_of(renderer.render(spelled))
     without = Renderer(renderer.tokenizer_parts, max_seq_len=4096)
-    assert "the base takes none" in reason_of(without.render(one))
+    assert "none can be trained on this base" in reason_of(without.render(one))
     # cut behind its pictures a row is a row; cut in one it is none
     length = len(renderer.render(chat_of(noise((200, 200), 0))).input_ids)
     for limit, cuts in ((length - 1, False), (30, True)):
@@ -143,6 +144,17 @@ def test_a_template_that_takes_no_parts_gets_the_placeholder_in_its_text(familie
     tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | replace('<image>', '')")
     outcome = Renderer(tokenizer, max_seq_len=4096, images=source).render(chat_of(noise((40, 40), 0)))
     assert "does not write the row's images" in reason_of(outcome)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_of_any_size_takes_what_the_processor_makes_of_it(families, family):
+    """By its size alone, without a pixel, or by a blank picture of a size that is cut into as many tiles."""
+    draw = random.Random(family)
+    quick = load_image_processor(ImageProcessorSource(str(families[family])))
+    for _ in range(15):
+        width, height = draw.randint(16, 300), draw.randint(16, 300)
+        picture = PIL.Image.frombytes("RGB", (width, height), draw.randbytes(3 * width * height))
+        assert quick.expand(width, height) == quick.process([[picture]])[1][0], (width, height)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm46v", "mistral3", "smolvlm"])

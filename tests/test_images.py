@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import write_rows, write_run
-from tests.image_families import FAMILIES, make_image_model
+from tests.image_families import FAMILIES, TEXT, make_image_model
 
 pytestmark = pytest.mark.build
 
@@ -336,10 +336,30 @@ def test_a_bound_that_the_processor_does_not_have_is_an_error_of_the_setting(tmp
     assert "fix the file" not in said
 
 
+def test_a_whole_class_that_leaves_out_its_language_models_scale_is_named():
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from sft_play.training.model.vision_parts import find_dropped_scaling
+
+    def dropped(kind: str, **text: Any) -> list[str]:
+        family = FAMILIES.get(kind, FAMILIES["llava"])
+        vision = family.vision | ({"model_type": family.vision_type} if family.vision_type else {})
+        small = {**TEXT, "vocab_size": 99, **text}
+        config = AutoConfig.for_model(kind, text_config=small, vision_config=vision)
+        with torch.device("meta"):
+            return find_dropped_scaling(AutoModelForImageTextToText.from_config(config))
+
+    assert dropped("aya_vision", model_type="cohere2", logit_scale=0.25) == ["logit_scale=0.25"]
+    assert dropped("llava_next", model_type="granite", logits_scaling=8.0) == ["logits_scaling=8"]
+    assert dropped("llava_next", model_type="llama") == []
+    assert dropped("gemma4", model_type="gemma4_text", final_logit_softcapping=30.0) == []
+
+
 def test_rows_with_images_on_a_base_of_text_are_bad_rows(tmp_path, tiny_llama, refuse):
     rows = write_rows(tmp_path / "rows.jsonl", picture_rows(tmp_path))
     said = refuse("train", "--config", str(write_run(tmp_path, tiny_llama, rows)))
-    assert "the base takes none" in said
+    assert "none can be trained on this base" in said
 
 
 def test_parts_for_images_do_not_train_on_rows_without_any(tmp_path, refuse):

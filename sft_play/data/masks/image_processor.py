@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.images import Picture
@@ -72,6 +72,18 @@ class ImageExpansion:
     def tokens(self) -> int:
         """Image tokens of the picture, without those that the processor puts around them."""
         return sum(self.run_lengths)
+
+
+class _CountedFrame(NamedTuple):
+    """An expansion whose text is that of pictures of all shapes, and whose only run of image tokens
+    that differs between them is known by the processor's own count."""
+
+    expansion: ImageExpansion
+    # Which of its runs that is, and what the count has beside it.
+    place: int
+    other_tokens: int
+    # Whether it differs between the probed shapes at all.
+    is_varying: bool
 
 
 class ImageProcessor:
@@ -145,21 +157,21 @@ class ImageProcessor:
     def _expand_by_count(self, size: tuple[int, int]) -> ImageExpansion | None:
         """The expansion by the processor's own count, which reads no pixel; None where the count
         does not decide it."""
-        if self._counted_frame is None:
+        frame = self._counted_frame
+        if frame is None:
             return None
-        frame, place, other_tokens = self._counted_frame
-        lengths = [*frame.run_lengths]
-        lengths[place] = self._quick_count(size) - other_tokens
-        return replace(frame, run_lengths=tuple(lengths))
+        lengths = [*frame.expansion.run_lengths]
+        length = self._quick_count(size) - frame.other_tokens
+        if length != lengths[frame.place] and not frame.is_varying:
+            return None  # a number of tiles that none of the probed shapes has
+        lengths[frame.place] = length
+        return replace(frame.expansion, run_lengths=tuple(lengths))
 
     @functools.cached_property
-    def _counted_frame(self) -> tuple[ImageExpansion, int, int] | None:
-        """An expansion whose text is that of pictures of all shapes, the run of image tokens that
-        alone differs between them, and what the processor's count has beside that run; None where
-        more differs (tiles, rows)."""
+    def _counted_frame(self) -> _CountedFrame | None:
         expansions = [self._expand_blank(size) for size in _PROBED_SIZES]
         if len({(one.text, len(one.run_lengths)) for one in expansions}) > 1:
-            return None
+            return None  # more than a run differs: tiles, rows
         runs = list(zip(*(one.run_lengths for one in expansions), strict=True))
         place = max(range(len(runs)), key=lambda index: (len({*runs[index]}), runs[index][0]))
         try:
@@ -172,7 +184,7 @@ class ImageProcessor:
         )
         if len(differences) > 1 or not are_others_alike:
             return None
-        return expansions[0], place, differences.pop()
+        return _CountedFrame(expansions[0], place, differences.pop(), len({*runs[place]}) > 1)
 
     def _quick_count(self, size: tuple[int, int]) -> int:
         width, height = size

@@ -401,7 +401,7 @@ class Renderer:
             placeholder = self.image_processor.placeholder
         except ModelError as error:
             raise InexactMaskError(
-                "the row has images, and the base takes none", str(error)
+                "the row has images, and none can be trained on this base", str(error)
             ) from error
         texts = "".join(conversation_texts(chat.messages))
         if placeholder in texts:

@@ -8,6 +8,7 @@ unquantised on every rank, and belong to the trained model only where they train
 
 import copy
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -31,8 +32,11 @@ from sft_play.training.model.model_loading import NO_ADAPTER_KWARGS, silence_loa
 from sft_play.training.model.vision_parts import (
     adopt_trained_parts,
     compute_image_features,
+    find_dropped_scaling,
     require_image_class,
 )
+
+logger = logging.getLogger(__name__)
 
 # Width and height of a picture whose pixels do not matter.
 _SMALL_PICTURE = (64, 64)
@@ -104,7 +108,14 @@ def load_vision(
     """Read the tower and the projector of a base, frozen, and build its whole class around its
     language model. Raises ModelError: it takes no images, or weights of them are missing."""
     text_tower = find_text_tower(language_model)
-    require_image_class(text_tower, name)
+    dropped = find_dropped_scaling(require_image_class(text_tower, name))
+    if dropped:
+        logger.warning(
+            "%s: trained with its language model's %s, which transformers' whole class leaves out:"
+            " answers sampled with that are surer than here",
+            one_line(name),
+            ", ".join(dropped),
+        )
     assert text_tower is not None
     decoder_name = text_tower.prefixes[0][1].removesuffix(".")
     try:

@@ -24,6 +24,9 @@ VISION_NAME = "sft_vision"
 # What classes call the way from the tower to the language model.
 PROJECTOR_NAMES = re.compile(r"projector|merger|connector|embed_vision")
 
+# Settings of a language model by which its class changes its logits.
+_LOGIT_SETTINGS = ("logit_scale", "logits_scaling", "output_multiplier", "final_logit_softcapping")
+
 
 def require_image_class(text_tower: TextTower | None, name: str) -> Any:
     """The whole class on the meta device. Raises ModelError: the base is a model of text, or its
@@ -44,6 +47,20 @@ def require_image_class(text_tower: TextTower | None, name: str) -> Any:
             " do"
         )
     return full_model
+
+
+def find_dropped_scaling(full_model: Any) -> list[str]:
+    """What the language model's own class multiplies or bounds its logits by, and the whole class
+    in transformers does not: `logit_scale=0.0625` of Cohere's in Aya Vision. The most likely token
+    is the same there, its probability another."""
+    text_config = full_model.config.get_text_config()
+    code = inspect.getsource(type(full_model).forward)
+    settings = {name: getattr(text_config, name, None) for name in _LOGIT_SETTINGS}
+    return [
+        f"{name}={value:g}"
+        for name, value in settings.items()
+        if value not in (None, 0, 1) and name not in code
+    ]
 
 
 def add_trained_parts(text_tower: TextTower, full_model: Any, *, tower: bool) -> TextTower:
