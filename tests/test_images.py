@@ -354,6 +354,12 @@ def test_a_whole_class_that_leaves_out_its_language_models_scale_is_named():
     assert dropped("llava_next", model_type="granite", logits_scaling=8.0) == ["logits_scaling=8"]
     assert dropped("llava_next", model_type="llama") == []
     assert dropped("gemma4", model_type="gemma4_text", final_logit_softcapping=30.0) == []
+    # bounded by a module of its own
+    config = AutoConfig.for_model("inkling2")
+    config.get_text_config().num_hidden_layers = 1
+    assert config.get_text_config().final_logit_softcapping
+    with torch.device("meta"):
+        assert find_dropped_scaling(AutoModelForImageTextToText.from_config(config)) == []
 
 
 def test_rows_with_images_on_a_base_of_text_are_bad_rows(tmp_path, tiny_llama, refuse):

@@ -33,6 +33,7 @@ from sft_play.training.model.vision_parts import (
     adopt_trained_parts,
     compute_image_features,
     find_dropped_scaling,
+    find_read_weights,
     require_image_class,
 )
 
@@ -70,16 +71,7 @@ class Vision:
         inputs = {name: tensor.to(device) for name, tensor in picture.items()}
         with torch.enable_grad():
             _, features = compute_image_features(self.full_model, inputs)
-        nodes = [feature.grad_fn for feature in features]
-        visited: set[Any] = set()
-        read_ids: set[int] = set()
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in visited:
-                visited.add(node)
-                # where a gradient is added up for a weight
-                read_ids.add(id(getattr(node, "variable", None)))
-                nodes += [function for function, _ in node.next_functions]
+        read_ids = find_read_weights(features)
         unread = {
             name: weight
             for name, weight in self.parameters.items()

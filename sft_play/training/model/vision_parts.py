@@ -7,7 +7,7 @@ they are saved under their names in the whole class.
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ def find_dropped_scaling(full_model: Any) -> list[str]:
     in transformers does not: `logit_scale=0.0625` of Cohere's in Aya Vision. The most likely token
     is the same there, its probability another."""
     text_config = full_model.config.get_text_config()
-    code = inspect.getsource(type(full_model).forward)
+    code = inspect.getsource(type(full_model))  # some make a module for it
     settings = {name: getattr(text_config, name, None) for name in _LOGIT_SETTINGS}
     return [
         f"{name}={value:g}"
@@ -140,3 +140,18 @@ def compute_image_features(
     pooled = output.pooler_output
     joined = torch.cat(list(pooled), dim=0) if isinstance(pooled, list | tuple) else pooled
     return output, [joined, *tree_iter(getattr(output, "deepstack_features", None) or ())]
+
+
+def find_read_weights(features: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the weights that features depend on, found in autograd's graph."""
+    nodes = [feature.grad_fn for feature in features]
+    visited: set[Any] = set()
+    read_ids: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            # where a gradient is added up for a weight
+            read_ids.add(id(getattr(node, "variable", None)))
+            nodes += [function for function, _ in node.next_functions]
+    return read_ids
