@@ -3,9 +3,17 @@ of tokenizers, on real ones."""
 
 import contextlib
 import copy
+import fcntl
 import itertools
 import json
+import operator
+import pickle
 import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -148,6 +156,23 @@ def test_what_a_machine_loads_into_every_python_is_not_counted_as_the_templates_
         assert template("{{ messages[0].content * 2000000 }}").render(CHAT) == "hello there" * 2000000
     finally:
         sandbox._end_process()
+
+
+def test_an_answer_comes_whole_from_a_process_that_is_stopped_and_goes_on_while_it_writes():
+    """Where PYTHONUNBUFFERED is set, as in most images of Docker, a write to standard output ends early then."""
+    words = [sys.executable, "-u", "-c", f"from {sandbox.__name__} import serve; serve()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(pickle.dumps((60.0, operator.mul, ("x", 10_000_000))))
+        process.stdin.flush()
+        waiting = 0
+        while waiting < 4096:  # it has begun to write, and nobody reads
+            waiting = int.from_bytes(fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
+            time.sleep(0.05)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            process.send_signal(number)
+            time.sleep(0.2)
+        answer, _ = process.communicate(timeout=60)
+    assert pickle.loads(answer) == ("x" * 10_000_000,)
 
 
 @pytest.mark.parametrize(("answers", "kind"), [

@@ -145,6 +145,9 @@ def serve() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for who asks, whose end closes the pipe
     _limit_address_space()
+    # with PYTHONUNBUFFERED standard output writes what a signal lets it, and pickle takes that for
+    # all: who asks would wait for the rest
+    answers = open(sys.stdout.fileno(), "wb", closefd=False)  # noqa: SIM115
     try:
         while True:
             seconds, function, arguments = pickle.load(sys.stdin.buffer)
@@ -163,8 +166,8 @@ def serve() -> None:
                 answer = RenderError(one_line(str(error) or type(error).__name__))
                 answer.line = getattr(error, "lineno", None)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            pickle.dump(answer, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+            pickle.dump(answer, answers)
+            answers.flush()
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except MemoryError:  # ended at once: what is left would not do for more
