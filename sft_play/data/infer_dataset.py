@@ -118,7 +118,7 @@ def _sample_rows(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
             bad_rows.append(row)
         else:
             examples.append(row)
-            chars += character_count(row)
+        chars += character_count(row)
         if chars > SAMPLE_CHARACTERS:
             break
     return examples, bad_rows

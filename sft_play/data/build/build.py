@@ -10,7 +10,6 @@ whether a run may continue with them, and `make check` says what they mean.
 
 import base64
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -147,7 +146,10 @@ def _chat_to_json(example: Example) -> str | None:
             example.messages,
             example.tools,
             example.template_kwargs,
-            [_picture_to_json(picture) for picture in example.images],
+            [
+                (image.path, base64.b64encode(image.data).decode(), image.width, image.height)
+                for image in example.images
+            ],
         ],
         ensure_ascii=False,
     )
@@ -166,11 +168,6 @@ def chat_from_json(text: str) -> Chat:
             for path, data, width, height in pictures
         ),
     )
-
-
-def _picture_to_json(picture: Picture) -> list[Any]:
-    data = base64.b64encode(picture.data).decode()
-    return [picture.path, data, picture.width, picture.height]
 
 
 def write_blocks(
@@ -448,7 +445,7 @@ def _build_cache(
         for part in parts:
             row_format = detect_format(read_part(part), recipe.data)[1]
             for piece in split_part(part, part_bytes=piece_bytes) if workers > 1 else [part]:
-                jobs.append(_BuildJob(len(jobs), piece, row_format, str(temporary_folder)))
+                jobs.append((piece, row_format, temporary_folder / f"{len(jobs):06d}"))
         workers = min(workers, len(jobs))
         files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
         stats = _empty_stats(recipe)
@@ -458,7 +455,7 @@ def _build_cache(
             if workers > 1:
                 results = _run_jobs(jobs, recipe, workers)
             else:
-                results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
+                results = itertools.starmap(_BuildWorker(recipe, progress), jobs)
             for job_files, job_stats in results:
                 if workers > 1:
                     progress.add(job_stats[KEPT_SIDE].rows)
@@ -468,7 +465,7 @@ def _build_cache(
                     files[name].append(file)
         # by their rows, then the formats of files whose rows are all bad
         formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
-        formats += [job.row_format.name for job in jobs if job.row_format]
+        formats += [row_format.name for _, row_format, _ in jobs if row_format]
         for side_stats in stats.values():
             side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
         # Documents run on over the ends of files and pieces: blocks are cut when all are there.
@@ -495,18 +492,14 @@ def _empty_stats(recipe: BuildRecipe) -> _SideStats:
     }
 
 
-@dataclass(frozen=True)
-class _BuildJob:
-    index: int
-    part: FilePart
-    row_format: RowFormat | None
-    folder: str
+# A piece of a file, its format, and how the paths of its Arrow files begin.
+_BuildJob = tuple[FilePart, RowFormat | None, Path]
 
 
 # Making rows.
 class _BuildWorker:
-    def __init__(self, recipe: BuildRecipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: BuildRecipe, progress: WaitProgress | None = None) -> None:
+        self._recipe, self._progress = recipe, progress
         renderer = Renderer(
             recipe.tokenizer,
             recipe.data,
@@ -519,7 +512,7 @@ class _BuildWorker:
     # Writes the rows of a piece of a file to Arrow files; returns their names and the counts of
     # rows, by side.
     def __call__(
-        self, job: _BuildJob, *, progress: WaitProgress | None = None
+        self, part: FilePart, row_format: RowFormat | None, path: Path
     ) -> tuple[dict[str, str], _SideStats]:
         recipe, stats = self._recipe, _empty_stats(self._recipe)
         counter = RowCounter(self._row_renderer.renderer)
@@ -532,9 +525,10 @@ class _BuildWorker:
                 # a recipe of held-out rows alone splits none off
                 is_held_out = name == HELD_OUT_SIDE or not recipe.held_out_share
                 keeps_chats = recipe.keeps_chats and is_held_out and not recipe.is_document
-                path = Path(job.folder) / f"{job.index:06d}.{name}.arrow"
-                writers[name] = stack.enter_context(RowWriter(path, keeps_chats=keeps_chats))
-            examples = self._read_examples(job, stats, held_out_flags, progress)
+                writers[name] = stack.enter_context(
+                    RowWriter(path.with_suffix(f".{name}.arrow"), keeps_chats=keeps_chats)
+                )
+            examples = self._read_examples(part, row_format, stats, held_out_flags)
             for outcome in self._row_renderer.render_rows(examples, is_document=recipe.is_document):
                 assert not isinstance(outcome, BadRow)
                 whole_row, row = outcome.whole_row, outcome.row
@@ -557,25 +551,25 @@ class _BuildWorker:
     # else 0, bad ones among them.
     def _read_examples(
         self,
-        job: _BuildJob,
+        part: FilePart,
+        row_format: RowFormat | None,
         stats: _SideStats,
         held_out_flags: bytearray,
-        progress: WaitProgress | None,
     ) -> Iterator[tuple[int, Example]]:
         data, held_out_share = self._recipe.data, self._recipe.held_out_share
         kept_stats = stats[KEPT_SIDE]
-        for row_number, raw in enumerate(read_part(job.part), start=1):
+        for row_number, raw in enumerate(read_part(part), start=1):
             for counts in stats.values():
                 counts.rows = row_number
-            if progress is not None:
-                progress.add()
-            example = read_example(raw, job.row_format, data)
+            if self._progress is not None:
+                self._progress.add()
+            example = read_example(raw, row_format, data)
             held_out_flags.append(0)
             if isinstance(example, BadRow):
                 kept_stats.count_bad(example)
                 continue
-            if job.row_format is not None:
-                kept_stats.formats[job.row_format.name] += 1
+            if row_format is not None:
+                kept_stats.formats[row_format.name] += 1
             if not self._recipe.is_document:
                 example = self._row_renderer.renderer.recover_chat(example)
             elif isinstance(example, Text) and self._recipe.text_span != (0.0, 1.0):
@@ -650,4 +644,4 @@ def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
 def _run_job(job: _BuildJob) -> tuple[dict[str, str], _SideStats]:
     assert _worker is not None
     with translate_library_errors():  # a panic could not be sent to the parent
-        return _worker(job)
+        return _worker(*job)

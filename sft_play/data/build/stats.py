@@ -48,15 +48,13 @@ class TruncationCost:
     # Trained tokens of all whole rows; the first token of a row is never predicted and does not
     # count.
     trained_tokens: int = 0
-    # Second differences of the tokens that a limit of n keeps, n being the index: two sums give the
-    # tokens, and adding a run of any length changes two entries.
-    _second_differences: array[int] = field(default_factory=lambda: array("q", [0, 0]))
+    # Second differences of the tokens that a limit of n keeps, by n: two sums give the tokens, and
+    # adding a run of any length changes two entries.
+    _second_differences: Counter[int] = field(default_factory=Counter)
 
     def add(self, row_tokens: int, runs: Sequence[tuple[int, int]]) -> None:
         """Count one whole row of `row_tokens` tokens with these runs of trained ones."""
         self.longest = max(self.longest, row_tokens)
-        if row_tokens + 2 > len(self._second_differences):
-            self._second_differences.extend([0] * (row_tokens + 2 - len(self._second_differences)))
         # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the
         # count grows by one for each n from begin + 1 to end, so its second difference is 1 at
         # begin + 1 and -1 at end + 1.
@@ -71,7 +69,8 @@ class TruncationCost:
             self._second_differences[end + 1] -= weight
 
     def _kept_tokens(self) -> Iterator[int]:
-        return itertools.accumulate(itertools.accumulate(self._second_differences))
+        differences = map(self._second_differences.__getitem__, range(self.longest + 1))
+        return itertools.accumulate(itertools.accumulate(differences))
 
     def kept_share(self, limit: int) -> float:
         """The share of the trained tokens that a limit keeps."""
@@ -93,6 +92,9 @@ class TruncationCost:
 
 
 # Rows
+
+# Counts that a report has where there are rows with images.
+_IMAGE_COUNTS = ("image_rows", "images", "image_tokens")
 
 
 @dataclass
@@ -333,14 +335,8 @@ class RowStats:
             "shared": self.shared_rows,
             "noted": dict(self.notes),
             "unused": sorted({name for name, _, _ in self.unused_columns}),
-            **self._image_counts(),
+            **{name: getattr(self, name) for name in _IMAGE_COUNTS if self.image_rows},
         }
-
-    def _image_counts(self) -> dict[str, int]:
-        if not self.image_rows:
-            return {}
-        names = ("image_rows", "images", "image_tokens")
-        return {name: getattr(self, name) for name in names}
 
     def short_line(self, *, max_seq_len: int) -> str:
         """The rows in one line: how many, the trained share, the longest, and how many were cut; or
@@ -388,13 +384,15 @@ def count_shared_rows(splits: Sequence[RowStats]) -> None:
 
 # Add the counts of later rows to earlier counts, field by field; the caller adds the fields of
 # `excluded`.
-def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] = ()) -> None:
+def _add_fields(stats: Any, other: Any, *, excluded: Collection[str] = ()) -> None:
     for name, other_value in vars(other).items():
         value = getattr(stats, name)
         if name in excluded:
             continue
         if name == "shortest_prompt":
             setattr(stats, name, min(filter(None, (value, other_value)), default=0))
+        elif name in ("longest", "largest_image_row"):
+            setattr(stats, name, max(value, other_value))
         elif isinstance(value, Counter):
             value.update(other_value)
         elif isinstance(value, array):
@@ -404,12 +402,7 @@ def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] =
         elif isinstance(value, dict):
             setattr(stats, name, {**other_value, **value})
         elif isinstance(value, TruncationCost):
-            value.longest = max(value.longest, other_value.longest)
-            value.trained_tokens += other_value.trained_tokens
-            missing_entries = len(other_value._second_differences) - len(value._second_differences)
-            value._second_differences.extend([0] * missing_entries)  # none where it is negative
-            for index, difference in enumerate(other_value._second_differences):
-                value._second_differences[index] += difference
+            _add_fields(value, other_value)
         elif isinstance(value, int):
             setattr(stats, name, value + other_value)
         else:

@@ -216,15 +216,10 @@ class RowRenderer:
                     yield RowOutcome(
                         row_number, item, row, row if is_joined else self.renderer.truncate(row)
                     )
-            release_after_long_text(max((row_characters(item) for _, item in items), default=0))
+            release_after_long_text(max((character_count(item) for _, item in items), default=0))
 
 
 NumberedExample = tuple[int, Example | BadRow]
-
-
-def row_characters(row: Example | BadRow) -> int:
-    """Characters of a row that are rendered and tokenised."""
-    return 0 if isinstance(row, BadRow) else character_count(row)
 
 
 def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExample]]:
@@ -233,7 +228,7 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
     batch: list[NumberedExample] = []
     chars = 0
     for row_number, example in rows:
-        row_chars = row_characters(example)
+        row_chars = character_count(example)
         if batch and (len(batch) == RENDER_BATCH_ROWS or chars + row_chars > RENDER_BATCH_CHARS):
             yield batch
             batch, chars = [], 0

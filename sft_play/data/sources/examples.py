@@ -22,6 +22,7 @@ from sft_play.data.sources.files import (
 from sft_play.data.sources.formats import (
     FORMAT_PROBE_ROWS,
     STYLED_KEY,
+    Chat,
     Example,
     RowFormat,
     Text,
@@ -156,10 +157,10 @@ def set_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tupl
     return replace(example, messages=(styled, *others)), outcome
 
 
-def character_count(example: Example) -> int:
-    """Characters of an example, without think text and tool calls."""
-    if isinstance(example, Text):
-        return len(example.text)
+def character_count(example: Example | BadRow) -> int:
+    """Characters of an example, without think text and tool calls; 0 for a bad row."""
+    if not isinstance(example, Chat):
+        return len(getattr(example, "text", ""))
     characters = sum(len(message.get("content") or "") for message in example.messages)
     return characters - len(example.images)
 
