@@ -193,12 +193,12 @@ def test_runs_are_repeated_where_they_stand(seed):
         row += [(image, draw.choice((IGNORED, 3))), *piece]
         expected += [*[(image, IGNORED)] * length, *piece]
     ids, labels = [list(column) for column in zip(*row, strict=True)] if row else ([], [])
-    assert expand_runs(ids, labels, frozenset({image}), lengths, ignored=IGNORED) == (
+    assert expand_runs(ids, labels, frozenset({image}), lengths) == (
         [token for token, _ in expected], [label for _, label in expected],
     )  # fmt: skip
-    assert expand_runs(ids, labels, frozenset({image}), [*lengths, 2], ignored=IGNORED) is None
+    assert expand_runs(ids, labels, frozenset({image}), [*lengths, 2]) is None
     if lengths:
-        assert expand_runs(ids, labels, frozenset({image}), lengths[:-1], ignored=IGNORED) is None
+        assert expand_runs(ids, labels, frozenset({image}), lengths[:-1]) is None
 
 
 def test_a_processor_that_gives_more_than_is_known_is_refused(families, monkeypatch):

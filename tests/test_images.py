@@ -297,7 +297,7 @@ def test_adapters_of_the_projector_open_in_plain_peft(family, tmp_path, succeed)
     processor = load_image_processor(ImageProcessorSource(str(tmp_path / "base")))
     expansion, tokenizer = processor.expand(40, 40), processor.processor.tokenizer
     ids = tokenizer(expansion.text)["input_ids"]
-    expanded = expand_runs(ids, ids, processor.token_ids, expansion.run_lengths, ignored=0)
+    expanded = expand_runs(ids, ids, processor.token_ids, expansion.run_lengths)
     assert expanded is not None
     types = {name: torch.tensor(value) for name, value in processor.token_types([expanded[0]]).items()}
     batch = {"input_ids": torch.tensor([expanded[0]]), **processor.blank_inputs([(40, 40)]), **types}

@@ -16,12 +16,13 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.images import Picture
 from sft_play.errors import ConfigError, ModelError
 from sft_play.log import one_line
@@ -92,9 +93,12 @@ class ImageProcessor:
     that is not known here."""
 
     def __init__(self, processor: Any, name: str) -> None:
+        from transformers import ProcessorMixin
+
         self.processor, self.name = processor, name
         placeholder = getattr(processor, "image_token", None)
-        if not isinstance(placeholder, str) or not _overrides_expansion(processor):
+        own_method = type(processor).replace_image_token
+        if not isinstance(placeholder, str) or own_method is ProcessorMixin.replace_image_token:
             raise ModelError(
                 f"{one_line(name)}: {type(processor).__name__} does not say which token stands for"
                 " an image; rows with images cannot be trained on this base"
@@ -103,8 +107,8 @@ class ImageProcessor:
         tokenizer = processor.tokenizer
         self.token_ids = frozenset(one for one in processor.image_token_ids if one is not None)
         tokens = sorted(tokenizer.convert_ids_to_tokens(sorted(self.token_ids)), key=len)
-        self._run = re.compile("|".join(f"(?:{re.escape(token)})+" for token in reversed(tokens)))
-        self._token_sizes = {token: len(token) for token in tokens}
+        # a token, and the same one again
+        self._run = re.compile(rf"({'|'.join(map(re.escape, reversed(tokens)))})\1*")
         self._expansions: dict[tuple[tuple[int, int], bool], ImageExpansion] = {}
         self._tile_expansions: dict[tuple[int, ...], ImageExpansion] = {}
 
@@ -192,19 +196,8 @@ class ImageProcessor:
         return int(data["num_image_tokens"][0])
 
     def _collapse(self, expanded: str) -> ImageExpansion:
-        lengths: list[int] = []
-
-        def collapse(match: re.Match[str]) -> str:
-            run = match.group()
-            token: str = next(
-                token
-                for token, size in self._token_sizes.items()
-                if run == token * (len(run) // size)
-            )
-            lengths.append(len(run) // len(token))
-            return token
-
-        return ImageExpansion(self._run.sub(collapse, expanded), tuple(lengths))
+        lengths = [len(run.group()) // len(run[1]) for run in self._run.finditer(expanded)]
+        return ImageExpansion(self._run.sub(r"\1", expanded), tuple(lengths))
 
     # What the model is given.
 
@@ -261,12 +254,6 @@ class ImageProcessor:
         return dict.fromkeys(names, types)
 
 
-def _overrides_expansion(processor: Any) -> bool:
-    from transformers import ProcessorMixin
-
-    return type(processor).replace_image_token is not ProcessorMixin.replace_image_token
-
-
 def image_inputs(
     processor: ImageProcessor, pictures_by_row: Sequence[Sequence[Picture]]
 ) -> tuple[dict[str, Any], list[int]]:
@@ -289,27 +276,18 @@ def expand_runs(
     labels: Sequence[int],
     token_ids: frozenset[int],
     run_lengths: Sequence[int],
-    *,
-    ignored: int,
 ) -> tuple[list[int], list[int]] | None:
     """Repeat each image token of a row as often as its picture takes it, untrained; ids and labels
     of shape [T]. None where the row has not as many image tokens as `run_lengths`."""
-    expanded_ids: list[int] = []
-    expanded_labels: list[int] = []
-    lengths = iter(run_lengths)
-    used = 0
-    for token_id, label in zip(input_ids, labels, strict=True):
-        if token_id not in token_ids:
-            expanded_ids.append(token_id)
-            expanded_labels.append(label)
-            continue
-        length = next(lengths, None)
-        if length is None:
-            return None
-        used += 1
-        expanded_ids += [token_id] * length
-        expanded_labels += [ignored] * length
-    return (expanded_ids, expanded_labels) if used == len(run_lengths) else None
+    positions = [position for position, token in enumerate(input_ids) if token in token_ids]
+    if len(positions) != len(run_lengths):
+        return None
+    expanded_ids, expanded_labels = list(input_ids), list(labels)
+    # from the end, so that the positions before stay
+    for position, length in zip(reversed(positions), reversed(run_lengths), strict=True):
+        expanded_ids[position : position + 1] = [input_ids[position]] * length
+        expanded_labels[position : position + 1] = [IGNORED] * length
+    return expanded_ids, expanded_labels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +328,7 @@ def _require_own_result(image_processor: ImageProcessor) -> None:
     tensors, expansions = image_processor.process([[picture]])
     expansion = expansions[0]
     ids = processor.tokenizer(expansion.text, add_special_tokens=False)["input_ids"]
-    expanded = expand_runs(ids, ids, image_processor.token_ids, expansion.run_lengths, ignored=0)
+    expanded = expand_runs(ids, ids, image_processor.token_ids, expansion.run_lengths)
     try:
         with warnings.catch_warnings(action="ignore"):  # of how its numbers become tensors
             result = processor(
@@ -517,11 +495,3 @@ def copy_processor_files(
 def cached_image_processor(source: ImageProcessorSource) -> ImageProcessor:
     """The processor of a base with its own tokenizer, loaded once in a process."""
     return load_image_processor(source)
-
-
-def iter_placeholders(text: str, placeholder: str) -> Iterator[int]:
-    """Where a placeholder begins in a text, each time."""
-    offset = text.find(placeholder)
-    while offset >= 0:
-        yield offset
-        offset = text.find(placeholder, offset + len(placeholder))

@@ -23,7 +23,6 @@ from sft_play.data.masks.image_processor import (
     ImageProcessorSource,
     cached_image_processor,
     expand_runs,
-    iter_placeholders,
 )
 from sft_play.data.masks.rendered_chats import RenderedChatParser
 from sft_play.data.masks.sandbox import RenderError
@@ -439,7 +438,7 @@ class Renderer:
         processor = self.image_processor
         replacements: list[Replacement] = []
         run_lengths: list[int] = []
-        offsets = list(iter_placeholders(text, processor.placeholder))
+        offsets = [match.start() for match in re.finditer(re.escape(processor.placeholder), text)]
         if len(offsets) != len(chat.images):
             raise InexactMaskError(
                 "a text of a row with images holds special tokens, which hide the images from the"
@@ -711,11 +710,7 @@ class Renderer:
         draft.input_ids, draft.labels = masked.ids, masked.labels
         if draft.images:
             expanded = expand_runs(
-                masked.ids,
-                masked.labels,
-                self.image_processor.token_ids,
-                draft.image_runs,
-                ignored=IGNORED,
+                masked.ids, masked.labels, self.image_processor.token_ids, draft.image_runs
             )
             if expanded is None:
                 return BadRow(
@@ -810,9 +805,7 @@ class Renderer:
         )
         if not chat.images:
             return list(ids)
-        expanded = expand_runs(
-            ids, ids, self.image_processor.token_ids, run_lengths, ignored=IGNORED
-        )
+        expanded = expand_runs(ids, ids, self.image_processor.token_ids, run_lengths)
         return None if expanded is None else expanded[0]
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
