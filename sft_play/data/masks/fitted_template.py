@@ -506,10 +506,12 @@ class FittedTemplate:
             text = text.replace(mark, "")
         return not text.strip()
 
-    def try_render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    def try_render(
+        self, messages: Sequence[Message], tools: Sequence[Any], *, with_prompt: bool = False
+    ) -> str:
         """The conversation as the model sees it; empty where the template refuses it."""
         try:
-            return self.render(messages, tools)
+            return self.render(messages, tools, with_prompt=with_prompt)
         except RenderError:
             return ""
 
@@ -774,33 +776,31 @@ def probe_template(
 ) -> tuple[FittedTemplate, TurnEnds]:
     """The template with the traits that were seen, and what ends its assistant turns; raises
     TokenizerError where it cannot render a question and an answer, or drops the answer."""
-    # Each step renders with the traits that the steps before it have seen.
+    # What renders at all comes first: the other steps render so.
     traits = _probe_content(chat_template, with_tools=with_tools)
-    writes_calls, argument_form = _probe_calls(FittedTemplate(chat_template, traits))
-    traits = replace(
-        traits, writes_calls=writes_calls, argument_form=argument_form, writes_system=False
-    )
-    with contextlib.suppress(RenderError):
-        text = _render(FittedTemplate(chat_template, traits), [PROBE_SYSTEM, *PROBE_EXCHANGE])
-        traits = replace(traits, writes_system="system1q" in text)
+    template = FittedTemplate(chat_template, traits)
+    writes_calls, argument_form = _probe_calls(template)
     ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
+    think_marks = _probe_think_marks(template, ends)
+    generation_prompt, answer_header = _probe_headers(template, ends.special_tokens, think_marks)
     traits = replace(
-        traits, think_marks=_probe_think_marks(FittedTemplate(chat_template, traits), ends)
+        traits,
+        argument_form=argument_form,
+        writes_system="system1q" in _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE]),
+        writes_calls=writes_calls,
+        think_marks=think_marks,
+        generation_prompt=generation_prompt,
+        answer_header=answer_header,
     )
-    generation_prompt, answer_header = _probe_headers(
-        FittedTemplate(chat_template, traits), ends.special_tokens
-    )
-    template = FittedTemplate(
-        chat_template,
-        replace(traits, generation_prompt=generation_prompt, answer_header=answer_header),
-    )
+    template = FittedTemplate(chat_template, traits)
     return template, _probe_turn_ends(template, ends)
 
 
+# Empty where the template refuses the conversation.
 def _render(
     template: FittedTemplate, messages: Sequence[Message], *, with_prompt: bool = False
 ) -> str:
-    return template.render(
+    return template.try_render(
         messages, PROBE_TOOLS if template.traits.needs_tools else (), with_prompt=with_prompt
     )
 
@@ -812,7 +812,9 @@ def _probe_content(chat_template: ChatTemplate, *, with_tools: bool) -> Template
     ):
         traits = TemplateTraits(needs_content_parts=needs_content_parts, needs_tools=needs_tools)
         try:
-            text = _render(FittedTemplate(chat_template, traits), PROBE_EXCHANGE)
+            text = FittedTemplate(chat_template, traits).render(
+                PROBE_EXCHANGE, PROBE_TOOLS if needs_tools else ()
+            )
         except EndlessTemplateError as error:
             raise TokenizerError(
                 f"the chat template cannot render a question and an answer: {error}"
@@ -903,17 +905,13 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
         {"content": f"<think>\nthought1q\n</think>\n\n{answer['content']}"},
     )
     for form in think_forms:
-        try:
-            text = _render(template, [question, {**answer, **form}])
-            question_text, prompt = (
-                _render(template, [question], with_prompt=with_prompt)
-                for with_prompt in (False, True)
-            )
-        except RenderError:
-            continue
+        text = _render(template, [question, {**answer, **form}])
+        question_text, prompt = (
+            _render(template, [question], with_prompt=with_prompt) for with_prompt in (False, True)
+        )
         text_before, has_think, text_after = text.partition("thought1q")
         closing, has_answer, _ = text_after.partition("answer1q")
-        if has_think and has_answer:
+        if has_think and has_answer and question_text and prompt:
             mark_start = next(
                 reversed(find_control_tokens(text_before, ends.special_tokens)),
                 (len(text_before), ""),
@@ -930,18 +928,18 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
     return ()
 
 
-def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> tuple[str, str]:
+def _probe_headers(
+    template: FittedTemplate, special_tokens: Sequence[str], think_marks: Sequence[str]
+) -> tuple[str, str]:
     """The generation prompt behind a question; and where there is none, what stands before the
     answer all the same."""
-    try:
-        question, prompt = (
-            _render(template, PROBE_EXCHANGE[:1], with_prompt=with_prompt)
-            for with_prompt in (False, True)
-        )
-    except RenderError:
-        return "", ""
+    question, prompt = (
+        _render(template, PROBE_EXCHANGE[:1], with_prompt=with_prompt)
+        for with_prompt in (False, True)
+    )
     if prompt != question:
-        return prompt.removeprefix(question) if prompt.startswith(question) else "", ""
+        is_added = bool(question) and prompt.startswith(question)
+        return prompt.removeprefix(question) if is_added else "", ""
     text_before, _, text_after = _render(template, PROBE_EXCHANGE).partition("answer1q")
     header = text_before.removeprefix(question)
     # many templates write the answer's header in any case: then more than an end of turn stands
@@ -952,7 +950,7 @@ def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> t
     if has_header or header == text_before:
         return "", ""
     # an empty think block behind it is no part of the header
-    for mark in template.traits.think_marks[:2]:
+    for mark in think_marks[:2]:
         header = header.partition(mark)[0]
     return "", header if header.strip() else ""
 
@@ -963,15 +961,11 @@ def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> t
 def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     exchange_text = _render(template, PROBE_EXCHANGE)
     final_tail = exchange_text.rpartition("answer1q")[2]
-    try:
-        continuation = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS]).partition(
-            "answer1q"
-        )[2]
-        continued_tail = (
-            continuation.partition("question2q")[0] if "question2q" in continuation else None
-        )
-    except RenderError:  # a template for a single exchange
-        continued_tail = None
+    # a template for a single exchange refuses it
+    continuation = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS]).partition("answer1q")[2]
+    continued_tail = (
+        continuation.partition("question2q")[0] if "question2q" in continuation else None
+    )
     # What closes the question may close an answer too, once it is history.
     after_question = exchange_text.partition("question1q")[2].partition("answer1q")[0]
     question_end = next(iter(control_tokens(after_question, ends.special_tokens)), "")
@@ -1023,14 +1017,12 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
 def _probe_turn_openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[str]:
     """Tokens that open a turn, where the template writes the next one's header whether or not it is
     asked to."""
-    try:
-        if _render(template, PROBE_EXCHANGE[:1]) != _render(
-            template, PROBE_EXCHANGE[:1], with_prompt=True
-        ):
-            return frozenset()  # it waits for add_generation_prompt, as nearly all do
-        beginning = _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
-    except RenderError:
-        beginning = _render(template, PROBE_EXCHANGE)
+    if _render(template, PROBE_EXCHANGE[:1]) != _render(
+        template, PROBE_EXCHANGE[:1], with_prompt=True
+    ):
+        return frozenset()  # it waits for add_generation_prompt, as nearly all do
+    turns = [PROBE_SYSTEM, *PROBE_EXCHANGE]
+    beginning = _render(template, turns) or _render(template, PROBE_EXCHANGE)
     first_text = "system1q" if "system1q" in beginning else "question1q"
     opening = beginning[: max(0, beginning.find(first_text))]
     return frozenset(control_tokens(opening, ends.special_tokens)) - {ends.eos_token or ""}

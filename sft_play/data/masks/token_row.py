@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.sources.images import Picture
+from sft_play.data.sources.messages import UnusableRowError
 
 # Characters [start, end) of a text.
 Span = tuple[int, int]
@@ -84,13 +85,11 @@ def format_row(row: TokenRow, tokenizer: Any, *, max_chars: int = 1_200) -> str:
     once with their number; cut in the middle when long."""
     pieces: list[str] = []
     repeated_ids = frozenset(tokenizer.added_tokens_decoder) if row.images else frozenset()
-    start = 0
-    for end in range(1, len(row.labels) + 1):
-        if end < len(row.labels) and (row.labels[end] == IGNORED) == (row.labels[start] == IGNORED):
-            continue
-        text = _decode(tokenizer, row.input_ids[start:end], repeated_ids)
-        pieces.append(text if row.labels[start] == IGNORED else f"[[{text}]]")
-        start = end
+    for is_ignored, run in itertools.groupby(
+        zip(row.labels, row.input_ids, strict=True), lambda pair: pair[0] == IGNORED
+    ):
+        text = _decode(tokenizer, [token_id for _, token_id in run], repeated_ids)
+        pieces.append(text if is_ignored else f"[[{text}]]")
     row_text = "".join(pieces)
     return (
         row_text
@@ -119,9 +118,5 @@ NO_TURN_END = "the chat template writes no end of turn after a turn"
 PROMPT_MISMATCH = "the generation prompt does not match how the chat template writes the turn"
 
 
-class InexactMaskError(ValueError):
-    """A mask that cannot be found exactly: the reason rows are counted by, and the detail."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+class InexactMaskError(UnusableRowError):
+    """A mask that cannot be found exactly."""

@@ -345,15 +345,12 @@ class _MarkedRow:
     messages: Sequence[Message]
     tools: Sequence[Any]
 
-    def _render(self, messages: Sequence[Message], *, with_prompt: bool = False) -> str:
-        return self.template.render(messages, self.tools, with_prompt=with_prompt)
-
     def locate_turn(self, index: int) -> Turn:
         """The assistant's turn that is this message."""
         marked_text, messages = self.marked_text, self.messages
         prompt = ""  # many templates read the first message, which an empty prompt does not have
         try:
-            prompt = self._render(messages[:index], with_prompt=True)
+            prompt = self.template.render(messages[:index], self.tools, with_prompt=True)
         except RenderError as error:
             if index:
                 return Turn(
@@ -457,13 +454,10 @@ class _MarkedRow:
         if not index or self.messages[index - 1]["role"] != "tool":
             return ""
         prompted_messages = [*self.messages[:index], NEXT_QUESTION]
-        try:
-            prompt, question = (
-                self._render(prompted_messages, with_prompt=True),
-                self._render(prompted_messages),
-            )
-        except RenderError:
-            return ""
+        question, prompt = (
+            self.template.try_render(prompted_messages, self.tools, with_prompt=with_prompt)
+            for with_prompt in (False, True)
+        )
         header = prompt.removeprefix(question) if prompt.startswith(question) else ""
         return header if header.strip() and self.marked_text.text.startswith(header, offset) else ""
 
@@ -476,11 +470,10 @@ class _MarkedRow:
         if first_piece_start is None:
             return None
         prompted_messages = [*self.messages[:index], NEXT_QUESTION]
-        try:
-            prompt = self._render(prompted_messages, with_prompt=True)
-            continued_text = self._render([*prompted_messages, *self.messages[index:]])
-        except RenderError:
-            return None
+        prompt = self.template.try_render(prompted_messages, self.tools, with_prompt=True)
+        continued_text = self.template.try_render(
+            [*prompted_messages, *self.messages[index:]], self.tools
+        )
         tail = prompt.rpartition(NEXT_QUESTION["content"])[2]
         text = self.marked_text.text
         piece_start = continued_text.find(
