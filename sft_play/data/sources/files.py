@@ -389,11 +389,10 @@ def list_parts(
     path = source if isinstance(source, Path) else _existing_path(source_text)
     if path is not None:
         return _list_path_parts(path, split, wants_text)
-    matches = _glob_paths(source_text)
     encoding = source.encoding if isinstance(source, DataSource) else "utf-8"
+    matches = [mark_encoding(match, encoding) for match in _glob_paths(source_text)]
     if not matches:
         raise DataError(_describe_missing(source_text))
-    matches = [mark_encoding(match, encoding) for match in matches]
     parts = [
         part
         for match in matches

@@ -243,6 +243,7 @@ _SIGNATURES = {
     b"ID3": "sound (MP3), and only text and images are trained",
     b"fLaC": "sound (FLAC), and only text and images are trained",
 }
+# Behind a size of four bytes, or also behind a name of four.
 _CONTAINER_SIGNATURES = {
     **dict.fromkeys(
         (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1"),
@@ -271,12 +272,10 @@ def image_format(beginning: bytes) -> str:
 
 def describe_other_file(beginning: bytes) -> str:
     """What a file is that is no image, by its first bytes, and what to do."""
-    for mark, kind in _SIGNATURES.items():
-        if beginning.startswith(mark):
-            return kind
-    for mark, kind in _CONTAINER_SIGNATURES.items():
-        if beginning.startswith(mark, 4) or beginning.startswith(mark, 8):
-            return kind
+    for marks, offsets in ((_SIGNATURES, (0,)), (_CONTAINER_SIGNATURES, (4, 8))):
+        for mark, kind in marks.items():
+            if any(beginning.startswith(mark, offset) for offset in offsets):
+                return kind
     text = beginning.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     if "<svg" in text.lower():
         return "SVG, a drawing without pixels: save it as PNG"

@@ -175,7 +175,9 @@ def _check_header(picture: Picture, max_megapixels: float) -> Picture:
         reason, problem = _kind_problem(image, max_megapixels)
         if reason:
             raise ImageError(reason, f"{picture.name} {problem}")
-        tail = _read_tail(stream)
+        size = stream.seek(0, io.SEEK_END)
+        stream.seek(max(0, size - _TAIL_BYTES))
+        tail = stream.read()
         is_whole = _END_MARKS.get(image.format or "", b"") in tail
         if image.format == "PNG" and b"eXIf" in tail:  # behind the pixels, which are read to it
             image.load()
@@ -185,7 +187,7 @@ def _check_header(picture: Picture, max_megapixels: float) -> Picture:
         is_turned = image.format != "TIFF" and orientation in _TURNED_ORIENTATIONS
         width, height = image.size[::-1] if is_turned else image.size
         if beginning[:4] == b"RIFF":
-            is_whole = stream.seek(0, io.SEEK_END) >= 8 + int.from_bytes(beginning[4:8], "little")
+            is_whole = size >= 8 + int.from_bytes(beginning[4:8], "little")
     picture = replace(picture, width=width, height=height)
     if not is_whole:
         picture.decode()  # raises, unless a program has written much behind the image
@@ -217,12 +219,6 @@ def _kind_problem(image: "PIL.Image.Image", max_megapixels: float) -> tuple[str,
             f"has pixels of mode {image.mode} ({image.format}); save it as 8-bit RGB",
         )
     return "", ""
-
-
-def _read_tail(stream: IO[bytes]) -> bytes:
-    end = stream.seek(0, io.SEEK_END)
-    stream.seek(max(0, end - _TAIL_BYTES))
-    return stream.read()
 
 
 # The limit is data.max_image_megapixels, which was checked before any pixel is read.

@@ -116,10 +116,8 @@ def read_lines(
         except UnicodeDecodeError as error:  # the lines before it are read first
             bad_byte = error.start
             text = block[: block.rfind(b"\n", 0, bad_byte) + 1].decode("utf-8")
-        lines = text.split("\n")
-        if bad_byte is None and block.endswith(b"\n"):
-            lines.pop()  # the empty text behind the last line end is no line
-        for line in lines:
+        # the empty text behind the last line end is no line
+        for line in text.removesuffix("\n").split("\n"):
             line_number += 1
             if line and not line.isspace():
                 yield parse_line(line, f"{name}:{line_number}")

@@ -221,7 +221,7 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
     content = item.get(content_key)
     message: Message = {"role": role}
     # ShareGPT's form: the turn's text is the call as JSON
-    if str(role_value).strip().lower() in _CALL_PART_TYPES:
+    if str(role_value).strip().lower() in CALL_PART_TYPES:
         message |= {"content": "", "tool_calls": _parse_call_text(content, location)}
     else:
         calls = _read_calls(item, content, location)
@@ -432,7 +432,7 @@ def content_text(
 
 _TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text"})
 _REASONING_PART_TYPES = frozenset({"reasoning", "thinking"})
-_CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
+CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 _IMAGE_PART_TYPES = ("image", "image_url", "input_image")
 # Where a part has its image: the first is the part's own type in most of them.
 _IMAGE_PART_KEYS = ("image", "image_url", "path", "url")
@@ -457,7 +457,7 @@ def _join_parts(parts: list[Any], location: str, images: list[tuple[Any, Any]] |
             texts.append(IMAGE_MARK)
             continue
         text = _first_value(part, "text", "value") if isinstance(part, dict) else part
-        if isinstance(part_type, str) and part_type in _REASONING_PART_TYPES | _CALL_PART_TYPES:
+        if isinstance(part_type, str) and part_type in _REASONING_PART_TYPES | CALL_PART_TYPES:
             continue  # read by _read_reasoning and _read_calls
         is_text = not is_image and (
             part_type is None or (isinstance(part_type, str) and part_type in _TEXT_PART_TYPES)
@@ -514,7 +514,7 @@ def _read_calls(item: Mapping[str, Any], content: Any, location: str) -> list[An
         return _parse_call_text(item["function_call"], location)
     part_values = [
         _first_value(part, "value", "text", part["type"])
-        for part in _select_parts(content, _CALL_PART_TYPES)
+        for part in _select_parts(content, CALL_PART_TYPES)
     ]
     return [call for value in part_values for call in _parse_call_text(value, location)]
 
@@ -571,9 +571,7 @@ def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None
-    for _ in range(3):  # an object; its text; that text encoded once more
-        if not isinstance(parsed, str):
-            break
+    while isinstance(parsed, str):  # an object's text, or that text encoded once more
         text, parsed = (
             parsed,
             _parse_json_text(parsed, "tool call arguments are a string that is not JSON", location),

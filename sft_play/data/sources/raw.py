@@ -157,11 +157,9 @@ def read_blocks(
 
 @functools.lru_cache(maxsize=1000)
 def _is_utf8(path: Path, _mtime_ns: int) -> bool:
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for block in _read_byte_blocks(path):
-            decoder.decode(block)
-        decoder.decode(b"", final=True)
+        for _ in codecs.iterdecode(_read_byte_blocks(path), "utf-8"):
+            pass
         return True
     except UnicodeDecodeError:
         logger.info(
@@ -244,19 +242,17 @@ def read_line_blocks(
 def read_text_blocks(path: Path) -> Iterator[str]:
     """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
     # keeps the bytes of a character that a block's end cut
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    for index, block in enumerate(read_blocks(path)):
-        if index == 0 and block.startswith(BOM):
-            block, offset = block[len(BOM) :], len(BOM)
-        block_start = offset - len(decoder.getstate()[0])
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    end = 0
+    for block in read_blocks(path):
+        end += len(block)
         try:
             yield decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise not_utf8_error(path, block_start + error.start) from None
-        offset += len(block)
+            # what it was given ends with the block, and may begin before it
+            raise not_utf8_error(path, end - len(error.object) + error.start) from None
     if undecoded := decoder.getstate()[0]:
-        raise not_utf8_error(path, offset - len(undecoded))
+        raise not_utf8_error(path, end - len(undecoded))
 
 
 def read_text_pieces(path: Path) -> Iterator[tuple[int, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.data.sources.image_files import image_format
-from sft_play.data.sources.messages import iter_texts
+from sft_play.data.sources.messages import CALL_PART_TYPES, iter_texts
 from sft_play.data.sources.raw import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
@@ -95,17 +95,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     DataError where the header is no good, a quote is not closed, or a byte is not UTF-8."""
     # of the whole process; by default 131,072 characters, less than some answers
     csv.field_size_limit(MAX_ROW_BYTES)
-    file_lines, skipped_lines, row_chars = _read_table_lines(path, name), 0, 0
-
-    def lines_of_rows() -> Iterator[str]:
-        nonlocal row_chars
-        for text in file_lines:
-            row_chars += len(text)
-            # csv limits each field: a row of many, over many lines, would be held whole
-            if row_chars > MAX_ROW_BYTES:  # characters, which are never more than bytes
-                raise csv.Error("row larger than the limit")
-            yield text
-
+    file_lines, skipped_lines = _read_table_lines(path, name), 0
     beginning = read_head(path).decode("utf-8", "ignore")
     first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
     # the one that gives the most fields; of equal counts the first: a comma
@@ -113,10 +103,10 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
         next(file_lines)
-    reader = csv.reader(lines_of_rows(), delimiter=delimiter, strict=True)
+    reader = csv.reader(file_lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        line, row_chars = skipped_lines + reader.line_num + 1, 0
+        line = skipped_lines + reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
@@ -150,6 +140,8 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
                 f"{len(fields)} fields instead of {len(names)}",
                 f"the header names {len(names)}; is a quote or a delimiter missing?",
             )
+        elif sum(map(len, fields)) > MAX_ROW_BYTES:  # characters, which are never more than bytes
+            yield too_large_row(f"{name}:{line}", len("".join(fields).encode()))
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
             yield RawRow(
@@ -314,7 +306,6 @@ def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
 _CALL_KEYS = frozenset(
     {"tool_calls", "function_call", "tools", "functions", "chat_template_kwargs"}
 )
-_CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 
 
 # NaN, which tables write for "nothing", is null. Tool calls and tools lose their keys with null,
@@ -327,7 +318,7 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
         return [_to_json_value(item, key, dropped_nulls, is_call=is_call) for item in value]
     if isinstance(value, dict):
         is_call = is_call or (
-            isinstance(value.get("type"), str) and value["type"] in _CALL_PART_TYPES
+            isinstance(value.get("type"), str) and value["type"] in CALL_PART_TYPES
         )
         items = {
             str(name): _to_json_value(item, name, dropped_nulls, is_call=is_call)
