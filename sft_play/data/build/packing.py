@@ -6,6 +6,7 @@ the rows of the data set.
 """
 
 import bisect
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,66 +45,43 @@ class Packs:
 def pack_best_fit(lengths: Sequence[int] | RowIndices, capacity: int) -> Packs:
     """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the
     fullest pack that has room for it (best-fit decreasing: at most 11/9 of the fewest packs there
-    can be). Rows of one length are dealt together: a million take seconds. Raises ValueError where
-    a row is empty or longer than a pack."""
+    can be). A million rows take seconds. Raises ValueError where a row is empty or longer than a
+    pack."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(
             f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}"
         )
-    values, counts = np.unique(-sizes, return_counts=True)
-    # Open packs by the space that they have left, and these spaces in order.
-    by_space: dict[int, list[int]] = {}
-    spaces: list[int] = []
-
-    def keep_open(space: int, packs: list[int]) -> None:
-        if packs and space:  # full ones are dropped
-            if space not in by_space:
-                by_space[space] = []
-                bisect.insort(spaces, space)
-            by_space[space] += packs
-
-    pack_of_row: list[int] = []
-    pack_count = 0
-    for length, remaining_rows in zip((-values).tolist(), counts.tolist(), strict=True):
-        while remaining_rows:
-            space_index = bisect.bisect_left(spaces, length)
-            # no open pack has room: as many new ones as this length fills
-            if space_index == len(spaces):
-                new_packs = -(-remaining_rows // (capacity // length))  # rounded up
-                keep_open(capacity, list(range(pack_count + new_packs - 1, pack_count - 1, -1)))
-                pack_count += new_packs
-            space = spaces[space_index]
-            # rows of this length that one of these packs takes
-            open_packs, rows_per_pack = by_space[space], space // length
-            filled_packs = [
-                open_packs.pop()
-                for _ in range(min(len(open_packs), remaining_rows // rows_per_pack))
-            ]
-            pack_of_row += (
-                filled_packs
-                if rows_per_pack == 1
-                else [pack for pack in filled_packs for _ in range(rows_per_pack)]
-            )
-            remaining_rows -= len(filled_packs) * rows_per_pack
-            keep_open(space - rows_per_pack * length, filled_packs)
-            if open_packs and remaining_rows:  # fewer than fill one more
-                pack = open_packs.pop()
-                pack_of_row += [pack] * remaining_rows
-                keep_open(space - remaining_rows * length, [pack])
-                remaining_rows = 0
-            if not open_packs:
-                del by_space[space]
-                del spaces[bisect.bisect_left(spaces, space)]
-    pack_of = np.empty(len(sizes), dtype=np.int64)
     # stable: rows of one length stay in the data set's order
-    pack_of[np.argsort(-sizes, kind="stable")] = pack_of_row
-    count = int(pack_of.max()) + 1 if len(sizes) else 0
-    rows = np.bincount(pack_of, minlength=count)
+    order = np.argsort(-sizes, kind="stable")
+    # Open packs by the space that they have left, and these spaces in order.
+    by_space: defaultdict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []
+    packs: list[int] = []
+    pack_count = 0
+    for length in sizes[order].tolist():
+        space_index = bisect.bisect_left(spaces, length)
+        if space_index == len(spaces):  # no open pack has room
+            space, pack = capacity, pack_count
+            pack_count += 1
+        else:
+            space = spaces[space_index]
+            pack = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[space_index]
+        packs.append(pack)
+        space -= length
+        if space:  # full ones are dropped
+            if not by_space[space]:
+                bisect.insort(spaces, space)
+            by_space[space].append(pack)
+    pack_of = np.empty(len(sizes), dtype=np.int64)
+    pack_of[order] = packs
+    rows = np.bincount(pack_of, minlength=pack_count)
     return Packs(
         np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
         np.argsort(pack_of, kind="stable").astype(np.int64),
-        np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64),
+        np.bincount(pack_of, weights=sizes, minlength=pack_count).astype(np.int64),
     )
 
 
