@@ -5,6 +5,7 @@ A text is the set of its runs of `NGRAM` words, in any case of letters. Scripts 
 between words count by the letter.
 """
 
+import functools
 import hashlib
 import math
 from collections import Counter
@@ -42,8 +43,6 @@ _ASCII_WORD_BYTES = bytes(
 )
 # Odd, so that no bit of a word's hash is lost: 2**64 over the golden ratio.
 _RUN_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-# Words whose hashes are remembered: 150 MB.
-_MAX_REMEMBERED_WORDS = 1 << 20
 
 
 def comparison_words(text: str) -> list[bytes]:
@@ -54,24 +53,16 @@ def comparison_words(text: str) -> list[bytes]:
     return [word.encode("utf-8", "replace") for word in words]
 
 
-class _WordHashes(dict[bytes, int]):
-    """The 64-bit hash of each word, computed once: most words of a file come often."""
-
-    def __missing__(self, word: bytes) -> int:
-        if len(self) == _MAX_REMEMBERED_WORDS:
-            self.clear()
-        digest = hashlib.blake2b(word, digest_size=8).digest()
-        return self.setdefault(word, int.from_bytes(digest, "little"))
-
-
-_hash_by_word = _WordHashes()
+@functools.lru_cache(maxsize=1 << 19)  # 130 MB; most words of a file come often
+def _hash_word(word: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
 
 
 def compute_shingles(text: str) -> Shingles:
     """The set of a text's runs of `NGRAM` words, or of all its words where it has fewer: 64-bit
     hashes in order."""
     words = comparison_words(text)
-    hashes = np.fromiter(map(_hash_by_word.__getitem__, words), np.uint64, len(words))
+    hashes = np.fromiter(map(_hash_word, words), np.uint64, len(words))
     count = min(NGRAM, len(words))
     run_count = len(words) - count + 1
     runs = hashes[:run_count]

@@ -95,11 +95,6 @@ class TokenPiece:
     is_special: bool = False
     is_kept: bool = True
 
-    @property
-    def is_run(self) -> bool:
-        """True for one token several times, as images have them; no character is made so."""
-        return len(self.ids) > 1 and len({*self.ids}) == 1
-
 
 class TokenBytes:
     """What each token of a tokenizer stands for: bytes, or the name of a special token. Never the
@@ -459,7 +454,8 @@ def shown_segments(
         text = "".join(
             "⏎\n" if character == "\n" else character_sign(character) for character in item.text
         )
-        if item.is_run:
+        # one token several times, as images have them; no character is made so
+        if len(item.ids) > 1 and len({*item.ids}) == 1:
             text += f" x {len(item.ids):,}"
         yield text, " ".join(name for name, is_set in flags.items() if is_set), item
 
@@ -614,18 +610,16 @@ def _page_spans(row: PreviewRow, max_pieces: int) -> str:
 
 
 def _thumbnails(row: PreviewRow) -> dict[int, str]:
-    numbers = {image.start: number for number, image in enumerate(row.images)}
-    thumbnails, position = dict[int, str](), 0
-    for piece in row.pieces:
-        number = numbers.get(position)
-        if number is not None:
-            alt = f"image {number + 1}"
-            try:
-                uri = row.images[number].picture.thumbnail_uri(MAX_THUMBNAIL_SIDE)
-                thumbnails[id(piece)] = f'<img src="{uri}" alt="{alt}">'
-            except ImageError as error:
-                thumbnails[id(piece)] = f'<span class="bad">{alt}: {_escape(str(error))}</span>'
-        position += len(piece.ids)
+    starts = itertools.accumulate((len(piece.ids) for piece in row.pieces), initial=0)
+    piece_at = dict(zip(starts, row.pieces, strict=False))
+    thumbnails = dict[int, str]()
+    for number, image in enumerate(row.images, start=1):
+        try:
+            uri = image.picture.thumbnail_uri(MAX_THUMBNAIL_SIDE)
+            mark = f'<img src="{uri}" alt="image {number}">'
+        except ImageError as error:
+            mark = f'<span class="bad">image {number}: {_escape(str(error))}</span>'
+        thumbnails[id(piece_at[image.start])] = mark
     return thumbnails
 
 

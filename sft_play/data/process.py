@@ -268,15 +268,10 @@ class ProcessReport(Answer):
             checks.append(
                 ("Near-duplicates", self.near_duplicates, is_dropped, "near_duplicates=drop")
             )
-        for name, places in self.overlaps.items():
-            checks.append(
-                (
-                    f"Training rows nearly in {name}",
-                    places,
-                    options.drop_overlaps,
-                    "drop_overlaps=true",
-                )
-            )
+        checks += [
+            (f"Training rows nearly in {name}", places, options.drop_overlaps, "drop_overlaps=true")
+            for name, places in self.overlaps.items()
+        ]
         for title, places, is_dropped, option in checks:
             line = f"{title}: {places.count:,}"
             if places.count:
@@ -339,9 +334,8 @@ class _Processor:
         self._first_file_by_kind: dict[str, str] = {}
         self._output_files: dict[str, TextIO] = {}
         self._compares_rows = self._options.near_duplicates != "ignore"
-        if self._compares_rows or self._options.compare_with:
-            self._sketch_maker = SketchMaker(self._options.similarity)
-            self._similarity_index = SimilarityIndex(self._sketch_maker)
+        self._sketch_maker = SketchMaker(self._options.similarity)
+        self._similarity_index = SimilarityIndex(self._sketch_maker)
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
 

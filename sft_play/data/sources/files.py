@@ -22,6 +22,7 @@ from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, 
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.formats import recognise_format
 from sft_play.data.sources.raw import (
+    BLOCK_BYTES,
     BOM,
     GZIP_MARK,
     HEAD_BYTES,
@@ -31,7 +32,6 @@ from sft_play.data.sources.raw import (
     is_gzipped,
     mark_encoding,
     path_encoding,
-    read_blocks,
     read_head,
     read_text_pieces,
     require_file,
@@ -561,23 +561,16 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
     ):
         return [typed_part]
     ranges: list[FilePart] = []
-    start, first_line, line, offset = 0, 1, 1, 0
-    for block in read_blocks(path):
-        scanned = 0
-        # a part may end in this block: at the next line end
-        while offset + len(block) - start > part_bytes:
-            cut = block.find(b"\n", max(scanned, start + part_bytes - offset)) + 1
-            if cut == 0:
-                break
-            line += block.count(b"\n", scanned, cut)
-            ranges.append(
-                replace(typed_part, start=start, end=offset + cut, first_number=first_line)
-            )
-            start, first_line, scanned = offset + cut, line, cut
-        line += block.count(b"\n", scanned)
-        offset += len(block)
-    if start < offset:  # the rest, which may lack a line end
-        ranges.append(replace(typed_part, start=start, end=offset, first_number=first_line))
+    start, line = 0, 1
+    with path.open("rb") as file:
+        while block := file.read(part_bytes):
+            line_ends = block.count(b"\n")
+            # on to the end of a line, which may be longer than can be held
+            while block and not block.endswith(b"\n"):
+                block = file.readline(BLOCK_BYTES)
+                line_ends += block.count(b"\n")
+            ranges.append(replace(typed_part, start=start, end=file.tell(), first_number=line))
+            start, line = file.tell(), line + line_ends
     return ranges if len(ranges) > 1 else [typed_part]
 
 

@@ -104,16 +104,15 @@ def _part_values(parts: list[tuple[Any, Any]], column_values: list[Any]) -> Iter
             f" {plural(place_count, 'part')} of type image without a path or url of"
             f" {'its' if place_count == 1 else 'their'} own",
         )
-    column_index = 0
+    remaining_values = enumerate(column_values)
     for value, index in parts:
         if value is None:
+            column_index, value = next(remaining_values)
             if isinstance(index, int) and index != column_index:
                 raise UnusableRowError(
                     _DISAGREEMENT,
                     f"a part has the index {index}, and is number {column_index} in the text",
                 )
-            value = column_values[column_index]
-            column_index += 1
         yield value
 
 
