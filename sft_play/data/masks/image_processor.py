@@ -295,19 +295,17 @@ def expand_runs(
 # torchvision: pictures need none.
 
 
-def load_image_processor(source: ImageProcessorSource, tokenizer: Any = None) -> ImageProcessor:
-    """Load the processor of a base, with the run's `tokenizer` (None: the base's own). Raises
-    ModelError: the base takes no images, or its processor cannot be built here; ConfigError: it
-    has no such bounds."""
+def load_image_processor(source: ImageProcessorSource) -> ImageProcessor:
+    """Load the processor of a base, with the base's own tokenizer. Raises ModelError: the base
+    takes no images, or its processor cannot be built here; ConfigError: it has no such bounds."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    options: dict[str, Any] = {"revision": source.revision}
-    name = source.location
+    name, revision = source.location, source.revision
     processor_class = _find_processor_class(source)
     try:
-        image_processor = AutoImageProcessor.from_pretrained(name, backend="pil", **options)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, **options)
-        fields, _ = processor_class.get_processor_dict(name, **options)
+        image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        fields, _ = processor_class.get_processor_dict(name, revision=revision)
         processor = _build_processor(processor_class, image_processor, tokenizer, fields)
     except Exception as error:  # each class checks its parts in its own way
         raise ModelError(

@@ -319,15 +319,13 @@ def mask_encoding(
     labels = [IGNORED] * len(ids)
     crossed_edges = crossed_index = 0
     for start, end in spans:
-        if end <= start:
-            continue
         # a tokenizer may leave characters out, at the edges too
         tokens = (
             map(encoding.char_to_token, offsets)
             for offsets in (range(start, end), range(end - 1, start - 1, -1))
         )
         first, last = (next((token for token in one if token is not None), None) for one in tokens)
-        if first is None or last is None:
+        if first is None or last is None:  # of an empty span too
             continue
         # A token that crosses an edge is counted and not trained; the caller splits it there if the
         # tokenizer can.

@@ -802,22 +802,20 @@ class TurnLocator:
             if turn.unprompted_header:
                 headers[turn.message_index] = turn.unprompted_header
             spans[turn.message_index] = (start, end)
+        turns = template_layout.turns
+        inexact_turns = {turn.message_index: turn for turn in turns if turn.reason}
         # the weakest way in which one of the turns was found names the row's method
-        inexact_turns = {turn.message_index: turn for turn in template_layout.turns if turn.reason}
-        if inexact_turns:
-            method = "last_turn" if spans else "inexact"
-        elif any(turn.ended_by_next_turn for turn in template_layout.turns):
-            method = "next_turn"
-        elif any(
-            turn.prompt_suffix is not None or turn.without_prompt for turn in template_layout.turns
-        ):
-            method = "header"
-        elif all(turn.ended_by_prefix for turn in template_layout.turns):
-            method = "prefix"
-        else:
-            method = "marker"
+        methods = {
+            "inexact": bool(inexact_turns) and not spans,
+            "last_turn": bool(inexact_turns),
+            "next_turn": any(turn.ended_by_next_turn for turn in turns),
+            "header": any(turn.prompt_suffix is not None or turn.without_prompt for turn in turns),
+            "prefix": all(turn.ended_by_prefix for turn in turns),
+            "marker": True,
+        }
+        method = next(name for name, applies in methods.items() if applies)
         # the last turn alone may have one
-        added_end = "".join(turn.added_end for turn in template_layout.turns)
+        added_end = "".join(turn.added_end for turn in turns)
         return LocatedTurns(
             text + added_end,
             spans,

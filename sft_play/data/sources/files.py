@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -474,47 +474,31 @@ def is_saved_dataset(path: Path) -> bool:
 
 def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
     """The rows of a part in their order; raises DataError where the file cannot be read."""
+    kind = part.kind if part.kind != "auto" else file_kind(part.path, wants_text=part.wants_text)
     folders = {"saved": part.path, "hub": ""}
-    folder = str(folders.get(part.kind, part.path.parent))
-    for row in _read_part_rows(part):
+    folder = str(folders.get(kind, part.path.parent))
+    for row in _READERS[kind](part, part.path, one_line(part.name, limit=4_000)):
         yield replace(row, folder=folder) if isinstance(row, RawRow) else row
 
 
-def _read_part_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
-    kind = part.kind if part.kind != "auto" else file_kind(part.path, wants_text=part.wants_text)
-    name, path = one_line(part.name, limit=4_000), part.path
-    if kind == "lines":
-        rows = json_rows.read_lines(
-            path, name, start=part.start, end=part.end, first_line=part.first_number
+def _read_lines(part: FilePart, path: Path, name: str) -> Iterator[RawRow | BadRow]:
+    rows = json_rows.read_lines(
+        path, name, start=part.start, end=part.end, first_line=part.first_number
+    )
+    return _unwrap_single_object(rows) if part.end is None else rows
+
+
+def _read_text(path: Path, name: str) -> Iterator[RawRow]:
+    pieces = read_text_pieces(path)
+    leading_pieces = list(itertools.islice(pieces, 2))
+    # a second piece is read ahead to know it: whole files are named without a line
+    is_whole = len(leading_pieces) == 1
+    for line, text in itertools.chain(leading_pieces, pieces):
+        yield RawRow(
+            name if is_whole else f"{name}:{line}",
+            {"text": text},
+            () if is_whole else (NOTE_PIECE,),
         )
-        yield from _unwrap_single_object(rows) if part.end is None else rows
-    elif kind == "objects":
-        yield from _unwrap_single_object(json_rows.read_objects(path, name))
-    elif kind == "array":
-        yield from json_rows.read_array(path, name)
-    elif kind == "csv":
-        yield from tables.read_csv(path, name)
-    elif kind == "parquet":
-        yield from tables.read_parquet(
-            path, name, start=part.start, end=part.end, first_row=part.first_number
-        )
-    elif kind in ("arrow", "arrow stream"):
-        yield from tables.read_arrow(path, name, is_stream=kind == "arrow stream")
-    elif kind == "saved":
-        yield from tables.read_saved_dataset(part.name, name, part.split)
-    elif kind == "hub":
-        yield from tables.read_hub(part.name, part.split)
-    else:  # text
-        pieces = read_text_pieces(path)
-        leading_pieces = list(itertools.islice(pieces, 2))
-        # a second piece is read ahead to know it: whole files are named without a line
-        is_whole = len(leading_pieces) == 1
-        for line, text in itertools.chain(leading_pieces, pieces):
-            yield RawRow(
-                name if is_whole else f"{name}:{line}",
-                {"text": text},
-                () if is_whole else (NOTE_PIECE,),
-            )
 
 
 # A single object that is no row may hold rows: as a list, under one key.
@@ -534,6 +518,23 @@ def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | 
                 for index, item in enumerate(row.data[keys[0]])
             ]
     return itertools.chain(leading_rows, rows)
+
+
+# By the kind of a part: its rows, of its path and the name that messages have for it.
+_READERS: dict[str, Callable[[FilePart, Path, str], Iterator[RawRow | BadRow]]] = {
+    "lines": _read_lines,
+    "objects": lambda _, path, name: _unwrap_single_object(json_rows.read_objects(path, name)),
+    "array": lambda _, path, name: json_rows.read_array(path, name),
+    "csv": lambda _, path, name: tables.read_csv(path, name),
+    "parquet": lambda part, path, name: tables.read_parquet(
+        path, name, start=part.start, end=part.end, first_row=part.first_number
+    ),
+    "arrow": lambda _, path, name: tables.read_arrow(path, name, is_stream=False),
+    "arrow stream": lambda _, path, name: tables.read_arrow(path, name, is_stream=True),
+    "saved": lambda part, _, name: tables.read_saved_dataset(part.name, name, part.split),
+    "hub": lambda part, *_: tables.read_hub(part.name, part.split),
+    "text": lambda _, path, name: _read_text(path, name),
+}
 
 
 def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:

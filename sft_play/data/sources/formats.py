@@ -683,9 +683,8 @@ def detect_format(
     names a column that is not there.
     """
     rows_read: list[RawRow | BadRow] = []
-    first_row: RawRow | None = None
+    good_rows: list[RawRow] = []
     row_format: RowFormat | None = None
-    row_count = 0
     pending_columns = set(data.columns.values())
     optional_columns = {
         user_name for known, user_name in data.columns.items() if known not in _REQUIRED_COLUMNS
@@ -694,7 +693,7 @@ def detect_format(
         rows_read.append(raw)
         if isinstance(raw, BadRow):
             continue
-        first_row, row_count = first_row or raw, row_count + 1
+        good_rows.append(raw)
         pending_columns.difference_update(raw.data)
         if is_processed_row(raw.data):  # mapped already
             pending_columns.clear()
@@ -705,15 +704,15 @@ def detect_format(
         if (
             not pending_columns <= optional_columns
             or (row_format is not None and not pending_columns)
-            or row_count == FORMAT_PROBE_ROWS
+            or len(good_rows) == FORMAT_PROBE_ROWS
         ):
             break
-    if first_row is None:
+    if not good_rows:
         return rows_read, None
+    first_row = good_rows[0]
     # a file may lack what rows may lack, where it has no column that could be meant (a misspelt
     # name)
-    names = {name for row in rows_read if isinstance(row, RawRow) for name in row.data}
-    names = {name for name in names if "about" not in kinds_in_name(name)}
+    names = {name for row in good_rows for name in row.data if "about" not in kinds_in_name(name)}
     if row_format is not None:
         names -= _expected_columns(row_format).union(
             row_format.optional_columns, data.columns.values()

@@ -193,14 +193,9 @@ def _read_byte_blocks(
         ) from None
 
 
-def read_head(path: Path, size: int = HEAD_BYTES) -> bytes:
+def read_head(path: Path) -> bytes:
     """The first bytes of a file, unpacked where it is gzipped."""
-    beginning = b""
-    for block in read_blocks(path, size=size):
-        beginning += block
-        if len(beginning) >= size:
-            break
-    return beginning[:size]
+    return next(read_blocks(path, size=HEAD_BYTES), b"")[:HEAD_BYTES]
 
 
 def read_line_blocks(
