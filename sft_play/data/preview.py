@@ -96,6 +96,11 @@ class TokenPiece:
     is_kept: bool = True
 
 
+# Templates add marks such as <tool_call> as plain tokens; runs of spaces are added tokens too, and
+# no mark.
+_MARK = re.compile(r"<[^ ]+>|\[[^ ]+\]")
+
+
 class TokenBytes:
     """What each token of a tokenizer stands for: bytes, or the name of a special token. Never the
     text that the token was made from: what the model learns is what its tokens spell."""
@@ -111,17 +116,11 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._added_tokens = {token_id: str(token) for token_id, token in added_tokens.items()}
         self.special_ids = set(getattr(tokenizer, "all_special_ids", ()))
-        for token_id, token in added_tokens.items():
-            name = str(token)
-            # Templates add marks such as <tool_call> as plain tokens; runs of spaces are added
-            # tokens too, and no mark.
-            is_mark = (
-                len(name) > 2
-                and (name[0], name[-1]) in {("<", ">"), ("[", "]")}
-                and " " not in name
-            )
-            if is_mark or getattr(token, "special", False):
-                self.special_ids.add(token_id)
+        self.special_ids |= {
+            token_id
+            for token_id, token in added_tokens.items()
+            if getattr(token, "special", False) or _MARK.fullmatch(str(token))
+        }
         # How the names of tokens spell bytes: as letters (ByteLevel), or with ▁ and <0x0A>.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         decoder_json = str(decoder.__getstate__(), "utf-8") if decoder is not None else ""
@@ -260,11 +259,10 @@ def locate_images(
     """The pictures of a whole row with their places, and the runs of image tokens in it: where each
     starts, and its length."""
     runs: dict[int, int] = {}
-    lengths, position = iter(row.image_runs), 0
-    while position < len(row.input_ids):
-        length = 1
-        if row.input_ids[position] in processor.token_ids:
-            length = runs[position] = next(lengths)
+    ids, position = row.input_ids, 0
+    for length in row.image_runs:
+        position = next(n for n in range(position, len(ids)) if ids[n] in processor.token_ids)
+        runs[position] = length
         position += length
     images, starts = [], iter(runs)
     for picture in row.images:

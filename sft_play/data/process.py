@@ -446,15 +446,13 @@ class _Processor:
         self._report.has_own_splits = 0 < held_out_count < len(splits_by_part)
         if not self._report.has_own_splits:
             return [(part, None) for part in splits_by_part]
-        parts_by_split: dict[str, list[FilePart]] = {"val": [], "test": [], "train": []}
-        for part, split in splits_by_part.items():
-            parts_by_split[split or "train"].append(part)
-        present_splits = [name for name in SPLIT_NAMES if parts_by_split[name]]
+        parts = [(part, split or "train") for part, split in splits_by_part.items()]
+        present_splits = [name for name in SPLIT_NAMES if name in {split for _, split in parts}]
         self._report.remarks.append(
             f"The raw files have their own splits ({', '.join(present_splits)}); they are kept, and"
             " none is split off"
         )
-        return [(part, name) for name, parts in parts_by_split.items() for part in parts]
+        return sorted(parts, key=lambda item: ("val", "test", "train").index(item[1]))
 
     def _find_parts_in(self, path_or_hub_id: str) -> Iterator[tuple[FilePart, str | None]]:
         try:

@@ -282,8 +282,8 @@ class BuiltRows:
         """The rows as a mapped `datasets.Dataset`; None where there are none."""
         from datasets import Dataset, concatenate_datasets
 
-        parts = [Dataset.from_file(str(self.folder / file)) for file in self.files.get(name, ())]
-        parts = [part for part in parts if len(part)]
+        paths = [str(self.folder / file) for file in self.files.get(name, ())]
+        parts = list(filter(len, map(Dataset.from_file, paths)))
         if not parts:
             return None
         rows = concatenate_datasets(parts)
@@ -434,8 +434,9 @@ def _build_cache(
         folder, temporary=folder.with_name(f"{folder.name}.part")
     ) as temporary_folder:
         temporary_folder.mkdir()
-        files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
-        total_bytes = sum(path.stat().st_size for path in files_of_parts)
+        total_bytes = sum(
+            part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file()
+        )
         if not isinstance(workers, int):
             workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
         piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
@@ -591,10 +592,9 @@ class _BuildWorker:
 def _run_jobs(
     jobs: Sequence[_BuildJob], recipe: BuildRecipe, workers: int
 ) -> Iterator[tuple[dict[str, str], _SideStats]]:
-    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         workers,
-        mp_context=context,
+        mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(pickle.dumps(recipe), os.getpid()),
     )

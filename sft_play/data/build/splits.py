@@ -299,7 +299,8 @@ def count_source_rows(
     built_rows = builder.build_rows(
         source, split, is_document=is_text or config.task_mode == "cpt", held_out_share=share
     )
-    stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
+    stats = built_rows.stats[KEPT_SIDE]
+    stats.add_held_out(built_rows.stats[HELD_OUT_SIDE])
     stats.source, stats.split = str(source), data_part_split(data_part)
     return stats
 

@@ -289,15 +289,11 @@ class RowStats:
             self.first_row = (number + self.rows, row)
         _add_fields(self, other, excluded=("first_row",))
 
-    def merge_held_out(self, held_out: RowStats) -> RowStats:
-        """Return the counts of a whole source: these rows, which it keeps, and its held-out
-        ones."""
-        combined = RowStats(format="")
-        _add_fields(combined, self)
-        _add_fields(combined, held_out, excluded=("rows", "first_row"))
+    def add_held_out(self, held_out: RowStats) -> None:
+        """Add the held-out rows of a source to those that it keeps."""
+        _add_fields(self, held_out, excluded=("rows", "first_row"))
         # the tuples differ in their first number: rows are never compared
-        combined.first_row = min(filter(None, (self.first_row, held_out.first_row)), default=None)
-        return combined
+        self.first_row = min(filter(None, (self.first_row, held_out.first_row)), default=None)
 
     def merge_source(self, other: RowStats) -> RowStats:
         """Both sources together."""

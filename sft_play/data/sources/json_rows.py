@@ -211,6 +211,8 @@ class JsonWindow:
         self.text = ""
         self.position = 0
         self.is_last = False
+        # Where the row before began.
+        self.last_row_line = 0
         self._line, self._column, self._scanned = 1, 1, 0
 
     def read_more(self, min_chars: int = 1) -> bool:
@@ -306,10 +308,9 @@ class JsonWindow:
 
 def read_objects(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of objects one behind the other, each over as many lines as it has."""
-    window, last_line = JsonWindow(path), 0
+    window = JsonWindow(path)
     while window.peek_char():
-        location, last_line = _row_location(window, name, last_line)
-        yield _read_row(window, location)
+        yield _read_row(window, name)
 
 
 def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
@@ -320,12 +321,10 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     window.position += 1  # past the bracket
     if window.peek_char() == "]":
         raise DataError(f"{path} has no rows: the list is empty")
-    last_line = 0
     while True:
         if window.peek_char() == "]":
             raise DataError(f"{path}:{window.line_and_column()[0]}: remove the comma before `]`")
-        location, last_line = _row_location(window, name, last_line)
-        yield _read_row(window, location)
+        yield _read_row(window, name)
         char = window.peek_char()
         if char == ",":
             window.position += 1
@@ -342,12 +341,10 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         raise DataError(f"{path}:{window.line_and_column()[0]}: text after the end of the list")
 
 
-def _row_location(window: JsonWindow, name: str, last_line: int) -> tuple[str, int]:
+def _read_row(window: JsonWindow, name: str) -> RawRow | BadRow:
     line, column = window.line_and_column()
-    return (f"{name}:{line}:{column}" if line == last_line else f"{name}:{line}"), line
-
-
-def _read_row(window: JsonWindow, location: str) -> RawRow | BadRow:
+    location = f"{name}:{line}:{column}" if line == window.last_row_line else f"{name}:{line}"
+    window.last_row_line = line
     value, text, loss = window.read_value()
     if loss:
         return BadRow(location, loss)

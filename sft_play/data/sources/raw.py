@@ -283,12 +283,10 @@ def find_piece_end(text: str, limit: int) -> int:
     """Find where to cut a text of more than `limit` characters: in the second half of these behind
     the last paragraph, else the last line, else the last word; else at `limit`."""
     for pattern in _PIECE_ENDS:
-        end = 0
         # + 1 for what a lookahead has to see
-        for match in pattern.finditer(text, limit // 2, limit + 1):
-            end = match.end()
-        if end:
-            return end
+        ends = [match.end() for match in pattern.finditer(text, limit // 2, limit + 1)]
+        if ends:
+            return ends[-1]
     return limit
 
 
