@@ -381,10 +381,8 @@ def count_shared_rows(splits: Sequence[RowStats]) -> None:
 # Add the counts of later rows to earlier counts, field by field; the caller adds the fields of
 # `excluded`.
 def _add_fields(stats: Any, other: Any, *, excluded: Collection[str] = ()) -> None:
-    for name, other_value in vars(other).items():
-        value = getattr(stats, name)
-        if name in excluded:
-            continue
+    for name in vars(other).keys() - set(excluded):
+        value, other_value = getattr(stats, name), getattr(other, name)
         if name == "shortest_prompt":
             setattr(stats, name, min(filter(None, (value, other_value)), default=0))
         elif name in ("longest", "largest_image_row"):

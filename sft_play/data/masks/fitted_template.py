@@ -67,12 +67,10 @@ def find_control_tokens(text: str, special_tokens: Sequence[str]) -> list[tuple[
     # Both kinds: a tokenizer may lack tokens of its template, and may have tokens that look like
     # words.
     matches = {(match.start(), match.group()) for match in _CONTROL_TOKEN.finditer(text)}
-    for token in special_tokens:
-        offset = text.find(token)
-        while offset >= 0:
-            matches.add((offset, token))
-            # + 1, not its length: tokens may overlap, and the first one wins below
-            offset = text.find(token, offset + 1)
+    for token in filter(text.__contains__, special_tokens):
+        # by looking ahead: tokens may overlap, and the first one wins below
+        places = re.finditer(f"(?={re.escape(token)})", text)
+        matches.update((place.start(), token) for place in places)
     ordered: list[tuple[int, str]] = []
     covered_until = 0
     for offset, token in sorted(matches, key=lambda place: (place[0], -len(place[1]))):

@@ -9,10 +9,10 @@ very text again.
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 from sft_play.data.masks.fitted_template import FittedTemplate, control_tokens, find_control_tokens
-from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.sources.messages import Message
 
 _PROBE_ROLES: tuple[tuple[str, ...], ...] = (
@@ -39,20 +39,13 @@ class RenderedChatParser:
             messages = [
                 {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
             ]
-            try:
-                remaining_text = template.render(messages, ())
-            except RenderError:
+            # gaps and texts in turn
+            parts = re.split(f"({'|'.join(texts)})", template.try_render(messages, ()))
+            if parts[1::2] != texts:  # dropped or written elsewhere: such rows are none of these
                 continue
-            previous_role, role_gaps = _START, []
-            for role, text in zip(roles, texts, strict=True):
-                gap, is_written, remaining_text = remaining_text.partition(text)
-                if not is_written:  # dropped or written elsewhere: such rows are none of these
-                    break
-                role_gaps.append(((previous_role, role), gap))
-                previous_role = role
-            else:
-                for key, gap in [*role_gaps, ((previous_role, _END), remaining_text)]:
-                    forms.setdefault(key, {})[gap] = None
+            neighbours = itertools.pairwise((_START, *roles, _END))
+            for key, gap in zip(neighbours, parts[::2], strict=True):
+                forms.setdefault(key, {})[gap] = None
         self._gaps = {
             key: tuple(sorted(gaps, key=len, reverse=True)) for key, gaps in forms.items()
         }
@@ -86,10 +79,7 @@ class RenderedChatParser:
         for messages in itertools.islice(self._candidate_chats(bare_text), 8):
             if any(mark in message["content"] for message in messages for mark in self._marks):
                 continue  # a turn of a role that was not looked for, or a mark that somebody typed
-            try:
-                rendered = self._strip_surroundings(self._template.render(messages, ()))
-            except RenderError:
-                continue
+            rendered = self._strip_surroundings(self._template.try_render(messages, ()))
             # a template may write a system prompt of its own before the first turn, as it does for
             # rows of messages
             if rendered == bare_text or (

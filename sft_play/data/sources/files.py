@@ -441,14 +441,12 @@ def _list_path_parts(
 def walk_data_files(folder: Path) -> list[Path]:
     """The files below a folder, sorted, without hidden ones; a folder saved by `datasets` is one
     item."""
-    if is_saved_dataset(folder):
-        return [folder]
     items: list[Path] = []
     visited: set[str] = set()
     for current, folders, names in os.walk(folder, followlinks=True):
         current_path = Path(current)
         real_path = os.path.realpath(current)  # links may lead in a circle
-        if real_path in visited or (current_path != folder and is_saved_dataset(current_path)):
+        if real_path in visited or is_saved_dataset(current_path):
             folders[:] = []  # os.walk goes into what is left of this list
             items += [] if real_path in visited else [current_path]
             continue

@@ -38,7 +38,7 @@ _NUMBER_MARGIN = 16
 
 
 class LossyJsonError(ValueError):
-    """JSON that parses but would lose something."""
+    """JSON that parses but would lose something, or that Python cannot hold."""
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -72,10 +72,14 @@ def parse_strict_json(text: str) -> Any:
     try:
         value = _DECODER.decode(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise LossyJsonError("nested too deeply") from None
+    except (json.JSONDecodeError, LossyJsonError):
+        raise
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        raise LossyJsonError("a number has too many digits") from None
     problem = _find_loss(value, text)
     if problem:
-        raise ValueError(problem)
+        raise LossyJsonError(problem)
     return value
 
 
@@ -134,7 +138,7 @@ def parse_line(line: str, location: str) -> RawRow | BadRow:
             location, "NUL bytes in place of a row, as at the end of a file that was cut off"
         )
     try:
-        return _to_raw_row(_DECODER.decode(line), location, line)
+        return _to_raw_row(parse_strict_json(line), location)
     except json.JSONDecodeError as error:
         return BadRow(
             location,
@@ -143,16 +147,9 @@ def parse_line(line: str, location: str) -> RawRow | BadRow:
         )
     except LossyJsonError as error:
         return BadRow(location, str(error))
-    except RecursionError:
-        return BadRow(location, "nested too deeply")
-    except ValueError:  # Python reads no whole number of more than 4,300 digits
-        return BadRow(location, "a number has too many digits")
 
 
-def _to_raw_row(value: Any, location: str, text: str) -> RawRow | BadRow:
-    problem = _find_loss(value, text)
-    if problem:
-        return BadRow(location, problem)
+def _to_raw_row(value: Any, location: str) -> RawRow | BadRow:
     if is_turn_list(value):  # xtuner's layout: a line is the list of a chat's messages
         return RawRow(location, {"messages": value})
     if not isinstance(value, dict):
@@ -346,8 +343,7 @@ def _read_row(window: JsonWindow, name: str) -> RawRow | BadRow:
     location = f"{name}:{line}:{column}" if line == window.last_row_line else f"{name}:{line}"
     window.last_row_line = line
     value, text, loss = window.read_value()
-    if loss:
-        return BadRow(location, loss)
     if len(text) > MAX_ROW_BYTES:
         return too_large_row(location, len(text.encode()))
-    return _to_raw_row(value, location, text)
+    loss = loss or _find_loss(value, text)
+    return BadRow(location, loss) if loss else _to_raw_row(value, location)
