@@ -186,11 +186,11 @@ def test_nothing_is_held_behind_a_pass(tiny_llama):
     grouped = group_adapters(model, [QKV, GATES], dtype=torch.float32)
     grouped.refresh_copies()
     model(input_ids=torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None]).loss.backward()
-    assert all(group._pending is None for group in grouped.groups)
+    assert all(group.pending_input is None for group in grouped.groups)
     model.get_base_model().model.layers[0].self_attn.q_proj(torch.randn(3, 64))
-    assert sum(group._pending is not None for group in grouped.groups) == 1
+    assert sum(group.pending_input is not None for group in grouped.groups) == 1
     grouped.refresh_copies()
-    assert all(group._pending is None for group in grouped.groups)
+    assert all(group.pending_input is None for group in grouped.groups)
 
 
 def test_a_layer_starts_fewer_kernels(tiny_llama):

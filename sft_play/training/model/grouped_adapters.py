@@ -18,7 +18,6 @@ Shape letters: T tokens, i and o widths of inputs and outputs, r rank, R sum of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -111,7 +110,7 @@ class GroupedAdapters:
                 self._copies += group.create_copies()
                 self._parameters += group.factors
         for group in self.groups:  # of a pass that ended within a group, for want of memory
-            group.drop_outputs()
+            group.pending_input, group.pending_outputs = None, {}
         torch._foreach_copy_(self._copies, self._parameters)
 
     def remove(self) -> None:
@@ -163,13 +162,6 @@ def _can_group(layer: Any, dtype: torch.dtype) -> bool:
     return trains_factors and not trains_base and (is_linear or is_nf4)
 
 
-@dataclass(eq=False)
-class _PendingOutputs:
-    # outputs of a group's layers that were not called yet, by their place
-    x: torch.Tensor
-    outputs: dict[int, torch.Tensor]
-
-
 class AdapterGroup:
     """LoRA layers that read one input, of one scale. The first that is called computes all outputs,
     and the others take theirs."""
@@ -193,7 +185,9 @@ class AdapterGroup:
         self.a = self.a_t = torch.empty(0)
         self.b: Sequence[torch.Tensor] = ()
         self.b_t: Sequence[torch.Tensor] = ()
-        self._pending: _PendingOutputs | None = None
+        # The last input, and the outputs of layers that were not called with it yet, by place.
+        self.pending_input: torch.Tensor | None = None
+        self.pending_outputs: dict[int, torch.Tensor] = {}
         for place, layer in enumerate(layers):
             layer.forward = partial(self._forward, place)
 
@@ -207,8 +201,7 @@ class AdapterGroup:
 
     def split_factors(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of one tensor in the shapes of `factors`."""
-        views: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, self.factors)
-        return views
+        return tuple(_unflatten_dense_tensors(flat, self.factors))
 
     def joined_a(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of all A in one tensor of all factors, [R, i]."""
@@ -221,23 +214,18 @@ class AdapterGroup:
             parts = torch.split_with_sizes(low_rank, self.ranks, dim=1)
         return parts
 
-    def drop_outputs(self) -> None:
-        """Forget outputs that no layer has taken."""
-        self._pending = None
-
     def _forward(self, place: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        pending = self._pending
-        if pending is None or pending.x is not x or place not in pending.outputs:
+        if self.pending_input is not x or place not in self.pending_outputs:
             layer = self.layers[place]
             if args or options or not self._takes(layer, x):
                 return type(layer).forward(layer, x, *args, **options)
             outputs = _GroupedProducts.apply(x.to(self.dtype), self, *self.factors)
             if len(outputs) == 1:
                 return outputs[0]
-            pending = self._pending = _PendingOutputs(x, dict(enumerate(outputs)))
-        output = pending.outputs.pop(place)
-        if not pending.outputs:
-            self._pending = None
+            self.pending_input, self.pending_outputs = x, dict(enumerate(outputs))
+        output = self.pending_outputs.pop(place)
+        if not self.pending_outputs:
+            self.pending_input = None
         return output
 
     # PEFT's forward computes all but training passes in the dtype of the copies.

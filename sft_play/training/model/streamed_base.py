@@ -74,11 +74,6 @@ class BlockStream:
         """Bytes of RAM of all blocks."""
         return sum(host.nbytes for host in self._host)
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the places on the device."""
-        return sum(place.nbytes for place in self._places)
-
     @torch.no_grad()
     def add(self, block: nn.Module, shared: Collection[int] = ()) -> None:
         """Move the frozen tensors of a block to RAM; what they took elsewhere is free then.
@@ -144,13 +139,10 @@ class BlockStream:
         for index, (block, tensors) in enumerate(zip(self.blocks, self._tensors, strict=True)):
             for tensor in tensors:
                 tensor.replace(_view(self._places[index % PLACES], tensor))
-            block.register_forward_pre_hook(partial(self._before_forward, index))
+            block.register_forward_pre_hook(lambda *_, index=index: self.visit(index))
             block.register_forward_hook(partial(self._after_forward, index))
 
     # --- visits -----------------------------------------------------------------------------------
-    def _before_forward(self, index: int, *_: Any) -> None:
-        self.visit(index)
-
     def _after_forward(self, index: int, block: nn.Module, inputs: Any, output: Any) -> None:
         first = output if isinstance(output, torch.Tensor) else output[0]
         if isinstance(first, torch.Tensor) and first.requires_grad:
