@@ -61,12 +61,12 @@ def test_the_plan_counts_the_copy_that_each_rank_keeps(seed):
 
 def test_what_the_thread_raises_is_raised_where_it_is_awaited():
     writing = CheckpointWriter(Mock(side_effect=SystemExit("a part")), step=3, needed_bytes=1)
-    writing.wait_at_most(10)
+    writing.thread.join(10)
     with pytest.raises(SystemExit, match="a part"):
         writing.wait()
     done = threading.Event()
     writing = CheckpointWriter(lambda: done.wait(10) and None, step=3, needed_bytes=1)
-    writing.wait_at_most(0.01)  # not its end
+    writing.thread.join(0.01)  # not its end
     done.set()
     assert 0 < writing.wait() < 10
 

@@ -162,7 +162,7 @@ def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, tmp
     folder = world / "outputs" / "stuck" / "checkpoints"
     assert (folder / ".writing" / "checkpoint-2" / "shards").is_dir()  # rank 1 was killed in the midst
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
-    assert checkpoints.is_complete(folder / "checkpoint-1")
+    assert checkpoints.complete_checkpoints(folder) == [folder / "checkpoint-1"]
     assert checkpoints.last_undamaged(folder) == (folder / "checkpoint-1", {})
 
 

@@ -86,8 +86,10 @@ def commit_checkpoint(
 def record_digests(folder: Path) -> None:
     """Write down the size and digest of each file."""
     sizes = _file_sizes(folder)
-    text = json.dumps({"files": sizes, "digests": _file_digests(folder, sizes)}, indent=1)
-    (folder / COMPLETE_FILE).write_text(text, encoding="utf-8")
+    (folder / COMPLETE_FILE).write_text(
+        json.dumps({"files": sizes, "digests": _file_digests(folder, sizes)}, indent=1),
+        encoding="utf-8",
+    )
 
 
 def require_unchanged(folder: Path) -> None:
@@ -144,12 +146,6 @@ def _read_record(checkpoint: Path) -> tuple[dict[str, int], dict[str, str]]:
         if json.dumps(record, indent=1) == text:
             return dict(record["files"]), dict(record["digests"])
     return {}, {}
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether the checkpoint was finished, and all its files still have their sizes. Their contents
-    are not read."""
-    return find_damage(checkpoint, reads_contents=False) is None
 
 
 def find_damage(
@@ -209,9 +205,15 @@ def _numbered_checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints by rising step."""
+    """Complete checkpoints by rising step: those that were finished, and whose files still have
+    their sizes. Their contents are not read."""
     return sorted(
-        (path for path in _numbered_checkpoints(folder) if is_complete(path)), key=checkpoint_step
+        (
+            path
+            for path in _numbered_checkpoints(folder)
+            if find_damage(path, reads_contents=False) is None
+        ),
+        key=checkpoint_step,
     )
 
 

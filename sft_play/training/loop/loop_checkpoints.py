@@ -91,8 +91,8 @@ class CheckpointWriter:
         self.step, self.needed_bytes = step, needed_bytes
         self._write, self._start_time, self._duration_s = write, time.monotonic(), 0.0
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play checkpoint")
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="sft_play checkpoint")
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -104,15 +104,10 @@ class CheckpointWriter:
 
     def wait(self) -> float:
         """Wait for its end; the seconds that it took. Raises what the thread did."""
-        self._thread.join()
+        self.thread.join()
         if self._error is not None:
             raise self._error
         return self._duration_s
-
-    def wait_at_most(self, seconds: float) -> None:
-        """Wait for its end, but no longer: where this rank fails, others may never write their
-        parts."""
-        self._thread.join(seconds)
 
 
 class CheckpointedLoop(Trainer):
@@ -195,7 +190,7 @@ class CheckpointedLoop(Trainer):
         """Wait for a checkpoint that is still written when the training has failed, but not for
         ever; nothing where it is whole."""
         if self._checkpoint_writer is not None:
-            self._checkpoint_writer.wait_at_most(FINAL_SAVE_TIMEOUT_S)
+            self._checkpoint_writer.thread.join(FINAL_SAVE_TIMEOUT_S)
 
     def finish_saving(self) -> None:
         """Wait until the checkpoint written beside the training is whole; all ranks. Raises
