@@ -254,8 +254,10 @@ def render_request(
             f"the images have {megapixels:,.1f} million pixels, and those of a request at most"
             f" {data.max_image_megapixels:g} together"
         )
-    prompt_ids = responder.prompt_ids(example.messages[:-1], example.tools, images=example.images)
-    return prompt_ids, example.images
+    return (
+        responder.prompt_ids(example.messages[:-1], example.tools, images=example.images),
+        example.images,
+    )
 
 
 def require_data_uris(messages: Sequence[Message]) -> None:
@@ -323,18 +325,15 @@ class _ChatHandler(ChatCompletionHandler):
             # as in vLLM: below it logits overflow
             options["temperature"] = max(options["temperature"], 0.01)
         async with self._render_lock:  # one at a time: so does the tokenizer
-            prompt_ids, images = await run_in_threadpool(
+            ids_BT, generator, image_inputs = await run_in_threadpool(
                 self._read_prompt, options["messages"], options.get("tools")
-            )
-            ids_BT = torch.tensor([prompt_ids], device=self._model.device)
-            generator, image_inputs = await run_in_threadpool(
-                self._prepare_generation, ids_BT, images
             )
         stop_texts = options.pop("stop", ())
         config = self._build_generation_config(options, self._generation_config)
+        prompt_tokens = ids_BT.shape[1]
         if self.max_positions is not None:
             config.max_new_tokens = max(
-                1, min(config.max_new_tokens, self.max_positions - len(prompt_ids))
+                1, min(config.max_new_tokens, self.max_positions - prompt_tokens)
             )
         inputs: dict[str, Any] = {
             "input_ids": ids_BT,
@@ -343,7 +342,7 @@ class _ChatHandler(ChatCompletionHandler):
         }
         if stop_texts:
             inputs["stopping_criteria"] = StoppingCriteriaList(
-                [StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=len(prompt_ids))]
+                [StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=prompt_tokens)]
             )
         arguments = (request_id, generator, self._tokenizer, self._name, inputs, config)
         if not options.get("stream"):
@@ -359,7 +358,8 @@ class _ChatHandler(ChatCompletionHandler):
     @translate_library_errors()  # a panic of the tokenizer is an answer with an error
     def _read_prompt(
         self, messages: Sequence[Message], tools: Any
-    ) -> tuple[list[int], tuple[Picture, ...]]:
+    ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+        # the prompt's tokens, what answers them, and what that is given of their pictures
         tokenizer, positions = self._responder.tokenizer, self.max_positions
         text_tokens = sum(
             len(tokenizer(_written_text(message.get("content")))["input_ids"])
@@ -372,20 +372,13 @@ class _ChatHandler(ChatCompletionHandler):
             )
         try:
             prompt_ids, images = render_request(self._responder, messages, tools)
-        except (DataError, ModelError) as error:
-            raise bad_request(str(error), "messages") from error
-        if positions is not None and len(prompt_ids) >= positions:
-            raise bad_request(
-                f"the prompt has {len(prompt_ids)} tokens and the model {positions} positions"
-            )
-        return prompt_ids, images
-
-    def _prepare_generation(
-        self, ids_BT: torch.Tensor, images: tuple[Picture, ...]
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
-        try:
-            return prepare_generation(self._model, ids_BT, [images])
-        except (DataError, ModelError) as error:  # an image that is damaged inside
+            if positions is not None and len(prompt_ids) >= positions:
+                raise bad_request(
+                    f"the prompt has {len(prompt_ids)} tokens and the model {positions} positions"
+                )
+            ids_BT = torch.tensor([prompt_ids], device=self._model.device)
+            return ids_BT, *prepare_generation(self._model, ids_BT, [images])
+        except (DataError, ModelError) as error:  # such as an image that is damaged inside
             raise bad_request(str(error), "messages") from error
 
 
