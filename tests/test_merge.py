@@ -21,7 +21,8 @@ from sft_play.finished.export.checks import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.merge import ensure_whole_model_folder, merge_run, record_merge_test
 from sft_play.finished.respond import load_model_folder, load_trained_model
-from sft_play.finished.run import find_finished_run, find_merged_model, read_merge_record
+from sft_play.finished.run import MERGE_FILE, find_finished_run, find_merged_model
+from sft_play.runs.folder import read_json
 from tests.finished_runs import SMALL, finished_run, make_base
 
 pytestmark = pytest.mark.build
@@ -263,7 +264,7 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     torch.testing.assert_close(logits(load_model_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
     assert (logits(load_model_folder(original.path)) - expected).abs().max() > 0.01
     assert [merge_test(run).ok, merge_test(run, path=original.path).ok] == [True, False]
-    assert [read_merge_record(merged.path)["test"]["ok"] for merged in (dequantized, original)] == [True, False]
+    assert [read_json(merged.path / MERGE_FILE)["test"]["ok"] for merged in (dequantized, original)] == [True, False]
     assert merge_test(run, path=tmp_path / "base").ok is False
     assert not (tmp_path / "base" / "merge.json").exists()  # a folder that no merge wrote stays as it is
 
@@ -284,10 +285,10 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     for ask in asked:
         assert ask() == folder
     merge_run(run, replace=True)
-    assert (read_merge_record(folder)["base"], read_merge_record(folder)["test"]) == ("dequantized", None)
+    assert (read_json(folder / MERGE_FILE)["base"], read_json(folder / MERGE_FILE)["test"]) == ("dequantized", None)
     exported = export_run(run, "vllm")
-    assert json.loads((exported.path / "export.json").read_text())["merge"] == read_merge_record(folder)
-    assert read_merge_record(exported.path) == read_merge_record(folder)
+    assert json.loads((exported.path / "export.json").read_text())["merge"] == read_json(folder / MERGE_FILE)
+    assert read_json(exported.path / MERGE_FILE) == read_json(folder / MERGE_FILE)
     aside = (folder / "config.json").rename(tmp_path / "config.json")
     assert find_merged_model(run) is None  # half removed by hand
     aside.rename(folder / "config.json")

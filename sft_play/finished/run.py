@@ -76,8 +76,10 @@ class FinishedRun:
     @property
     def has_images(self) -> bool:
         """True if rows that it was trained on or measured with have images."""
-        parts = (self.manifest.get("data") or {}).values()
-        return any((part.get("report") or {}).get("image_rows") for part in parts)
+        return any(
+            (part.get("report") or {}).get("image_rows")
+            for part in (self.manifest.get("data") or {}).values()
+        )
 
     def plan(self) -> Plan:
         """The plan that the run was trained by; raises RunFolderError where it cannot be read."""
@@ -291,12 +293,7 @@ def find_merged_model(run: FinishedRun) -> Path | None:
         return None
     # the run is trained again where it is resumed
     digest = base_weights_identity(str(run.weights), None)["sha256"]
-    return folder if read_merge_record(folder).get("adapter_sha256") == digest else None
-
-
-def read_merge_record(folder: Path) -> dict[str, Any]:
-    """The record of a merged model; empty where it has none."""
-    return read_json(folder / MERGE_FILE)
+    return folder if read_json(folder / MERGE_FILE).get("adapter_sha256") == digest else None
 
 
 def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
@@ -305,7 +302,7 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
     Raises ModelError where the files have changed since the merge.
     """
     require_unchanged(folder)
-    record = read_merge_record(folder)
+    record = read_json(folder / MERGE_FILE)
     test = record.get("test")
     merge_again = f"make merge RUN={run.folder.shell_path} FORCE=1"
     remedy = f"{merge_again} merges into what was trained"
@@ -326,7 +323,7 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
 
 def describe_merge(folder: Path) -> str | None:
     """The record of a merged model in words; None where it has none."""
-    record = read_merge_record(folder)
+    record = read_json(folder / MERGE_FILE)
     if not record:
         return None
     test_results = {

@@ -48,6 +48,7 @@ from sft_play.finished.run import (
     CONVERTER_QUANTS,
     EXPORT_FILE,
     EXPORT_FOLDER,
+    MERGE_FILE,
     ExportFormat,
     FinishedRun,
     Quant,
@@ -55,7 +56,6 @@ from sft_play.finished.run import (
     describe_context_window,
     describe_merge,
     next_command_line,
-    read_merge_record,
     require_export_target,
     require_space,
     staged_folder,
@@ -163,7 +163,7 @@ def export_run(
             "file": result.file and result.file.name,
             "projector": result.projector and result.projector.name,
             # what the weights are made of travels with them
-            "merge": read_merge_record(model_folder) or None,
+            "merge": read_json(model_folder / MERGE_FILE) or None,
         }
         write_json(
             staging_folder / EXPORT_FILE,
@@ -580,8 +580,7 @@ def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]
     for index, content in enumerate(contents):
         if index == len(contents) - 1 and parts.is_system_last:
             text += system
-        is_answer = index % 2 == 1
-        text += (
-            parts.question_to_answer + content + parts.answer_to_question if is_answer else content
-        )
+        if index % 2:
+            content = parts.question_to_answer + content + parts.answer_to_question
+        text += content
     return text + parts.end

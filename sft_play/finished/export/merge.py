@@ -18,14 +18,14 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -47,7 +47,6 @@ from sft_play.finished.run import (
     base_model_folder,
     find_merged_model,
     next_command_line,
-    read_merge_record,
     require_faithful_merge,
     require_mergeable,
     require_space,
@@ -85,9 +84,14 @@ from sft_play.training.model.model_loading import (
     silence_load_report,
 )
 from sft_play.training.model.nf4_experts import nf4_roundtrip
-from sft_play.training.model.vision_parts import adopt_trained_parts
 from sft_play.training.prepare.library_messages import quiet_libraries
-from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
+from sft_play.training.prepare.model_spec import (
+    ModelSpec,
+    build_meta_model,
+    build_model_spec,
+    peft_loading_warning,
+    resized_spec,
+)
 from sft_play.training.prepare.tokenizer import added_token_rows
 
 logger = logging.getLogger(__name__)
@@ -173,20 +177,10 @@ class AdaptedModel:
         self.tied_tensors = frozenset(tied_sources) - set(self.untied_sources)
 
     def _build_meta_model(self) -> Any:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                self.model_spec.hf_config,
-                dtype=torch.float32,
-                trust_remote_code=self.run.config.model.trust_remote_code,
-            )
-            if self.model_spec.resize_to is not None:
-                # new rows from the mean of the old ones (the default) need numbers, which meta
-                # tensors lack
-                model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
-        tower = model.sft_tower = self.model_spec.text_tower
-        if tower is not None and tower.prefixes[1:]:
-            adopt_trained_parts(model, tower.build_full_model())
-        return model.eval()
+        return build_meta_model(
+            replace(resized_spec(self.model_spec), peft_config=None),
+            trust_remote_code=self.run.config.model.trust_remote_code,
+        ).eval()
 
     def _load_adapter(self, model: Any) -> None:
         from peft import get_peft_model
@@ -219,8 +213,7 @@ class AdaptedModel:
             raise ModelError(
                 f"{file} is the adapter of another model: {one_line(str(error), limit=300)}"
             ) from None
-        base_model = peft_model.get_base_model()
-        for module_name, module in base_model.named_modules():
+        for module_name, module in peft_model.get_base_model().named_modules():
             if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
                 self.adapted_layers[
                     f"{module_name.removesuffix('.base_layer')}.{module.parameter_name}"
@@ -235,10 +228,9 @@ class AdaptedModel:
                 and module.token_adapter.tied_adapter is None
             ):
                 adapter = module.token_adapter
-                trained = adapter.trainable_tokens_delta["default"].detach()
                 self.trained_embedding_rows[f"{module_name}.weight"] = (
                     adapter.token_indices["default"],
-                    trained,
+                    adapter.trainable_tokens_delta["default"].detach(),
                 )
 
     def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -464,8 +456,10 @@ class MergedWeights:
                 yield from ((key, self._base_tensors[key].read()) for key in source.patterns)
             if source.target in untied_names:  # what was one tensor in the base is two now
                 name, (key,) = untied_names[source.target], source.patterns
-                tensor = self._base_tensors[key].read()
-                yield self._adapted.to_full_name(name), self._adapted.trained_tensor(name, tensor)
+                yield (
+                    self._adapted.to_full_name(name),
+                    self._adapted.trained_tensor(name, self._base_tensors[key].read()),
+                )
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """Choose the dtype of a tensor in the files: DTYPE= as far as the class takes it, else the
@@ -509,8 +503,9 @@ class _Source:
         if self.converter is None:
             yield next(iter(self.patterns)), joined
             return
-        mapping = self._adapted.key_mapping or {}
-        names = {apply_key_mapping(key, mapping): key for key in self.patterns}
+        names = {
+            apply_key_mapping(key, self._adapted.key_mapping or {}): key for key in self.patterns
+        }
         for name, tensor in revert_weight_conversion(
             self._adapted.base_model, {self.target: joined}
         ).items():
@@ -606,8 +601,10 @@ def merge_run(
         base = "dequantized"
     adapted = AdaptedModel(run, base=base)
     merged_weights = MergedWeights(adapted, base_folder, MERGE_DTYPES[dtype] if dtype else None)
-    dtype_names = {value: name for name, value in MERGE_DTYPES.items()}
-    dtype_name = dtype_names.get(merged_weights.dtype, str(merged_weights.dtype))
+    dtype_name = next(
+        (name for name, value in MERGE_DTYPES.items() if value == merged_weights.dtype),
+        str(merged_weights.dtype),
+    )
     # a merge that does not end leaves no folder, and the one before it as it was
     with staged_folder(target) as staging_folder:
         require_space(staging_folder, merged_weights.max_bytes, "the merged model needs")
@@ -615,10 +612,14 @@ def merge_run(
         stop_ids = _write_configs(adapted, base_folder, staging_folder, merged_weights.dtype)
         record_digests(staging_folder)
         write_card(staging_folder, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
-        digest = base_weights_identity(str(run.weights), None)["sha256"]
         write_json(
             staging_folder / MERGE_FILE,
-            {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": digest, "test": None},
+            {
+                "base": adapted.base,
+                "dtype": dtype_name,
+                "adapter_sha256": base_weights_identity(str(run.weights), None)["sha256"],
+                "test": None,
+            },
         )
         size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     lost_note = peft_loading_warning(
@@ -722,7 +723,7 @@ def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
 def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be
     anybody's model."""
-    record = read_merge_record(folder)
+    record = read_json(folder / MERGE_FILE)
     if record:
         record["test"] = {
             "ok": ok,
