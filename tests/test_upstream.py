@@ -83,7 +83,7 @@ def test_the_mean_loss_of_a_run_is_that_of_all_ranks_and_steps_however_many_came
     logged = {}
     monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time=None: logged.update(logs))
     loop = object.__new__(PlannedLoop)
-    loop._eval_head_sums, loop._tr_loss, loop._total_loss_scalar = None, torch.tensor(4.0), 6.0 + 4.0
+    loop._eval_sums, loop._tr_loss, loop._total_loss_scalar = {}, torch.tensor(4.0), 6.0 + 4.0
     loop.state = TrainerState(global_step=first_step + 5)
     monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 6.0)
     for divisor in (5, first_step + 5):  # transformers 5.23's, and that of older versions

@@ -64,8 +64,8 @@ class EvaluatedLoop(CheckpointedLoop):
         self._trained_tokens_per_eval_row = 1.0
         # Becomes a tensor of the device, which nothing waits for.
         self._tokens_seen: torch.Tensor | int = 0
-        self._eval_head_sums: torch.Tensor | None = None
-        self._eval_source_sums: torch.Tensor | None = None
+        # What the batches of an evaluation add up to on the device: `head` and `sources`.
+        self._eval_sums: dict[str, torch.Tensor] = {}
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[GeneratedAnswer] = []
         self._max_eval_rows: int | None = None
@@ -116,8 +116,7 @@ class EvaluatedLoop(CheckpointedLoop):
             return torch.stack(losses).sum() / rows, None, None
         compute = functools.partial(super().prediction_step, model, inputs, *args, **options)
         # pixels are of no row by their place, so that their batch cannot be cut
-        is_cut = self.vision is None
-        result = self.step_memory.try_batch(compute, rows) if is_cut else compute()
+        result = compute() if self.vision else self.step_memory.try_batch(compute, rows)
         if result is not None:
             if self._eval_progress is not None:  # all ranks evaluate as many
                 self._eval_progress.add(rows * self._layout.data_parallel)
@@ -137,8 +136,7 @@ class EvaluatedLoop(CheckpointedLoop):
         gradients, and for rows of which there is one."""
         if self.compile_monitor is None:
             return contextlib.nullcontext()
-        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-        return stance
+        return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
     def evaluate(
         self,
@@ -158,7 +156,7 @@ class EvaluatedLoop(CheckpointedLoop):
         # no full batches
         dataset = pad_to_multiple(dataset, multiple=batch_size * ranks if ranks > 1 else 1)
         self._trained_tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
-        self._eval_head_sums = self._eval_source_sums = None
+        self._eval_sums = {}
         # blocks of text are not asked for answers, which have a new length for every token
         attention_context = (
             contextlib.nullcontext()
@@ -243,17 +241,12 @@ class EvaluatedLoop(CheckpointedLoop):
         self.log(metrics)
         return metrics
 
-    def _add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
+    def _add_scores(self, sums: dict[str, torch.Tensor]) -> None:
         if self.model.training:
-            self._monitor.add(head=head)
-            if sources is not None:
-                self._monitor.add(sources=sources)
+            self._monitor.add(**sums)
             return
-        self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
-        if sources is not None:
-            self._eval_source_sums = (
-                sources if self._eval_source_sums is None else self._eval_source_sums + sources
-            )
+        for name, value in sums.items():
+            self._eval_sums[name] = self._eval_sums.get(name, 0) + value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; beside the loss of an evaluation what the head and the sources add up to over all
@@ -266,19 +259,17 @@ class EvaluatedLoop(CheckpointedLoop):
             ),
             None,
         )
-        if prefix is not None and self._eval_head_sums is not None:
-            head, source_sums = self._eval_head_sums.tolist(), []
-            if self._eval_source_sums is not None:
-                source_sums = self._eval_source_sums.flatten().tolist()
-            sums_by_rank = distributed.gather_values((head, int(self._tokens_seen), source_sums))
-            self._eval_head_sums = self._eval_source_sums = None
-            logs |= head_metrics([head for head, _, _ in sums_by_rank], prefix=prefix)
-            if source_sums:
+        if prefix is not None and self._eval_sums:
+            own_sums = {name: value.flatten().tolist() for name, value in self._eval_sums.items()}
+            sums_by_rank = distributed.gather_values((own_sums, int(self._tokens_seen)))
+            self._eval_sums = {}
+            logs |= head_metrics([sums["head"] for sums, _ in sums_by_rank], prefix=prefix)
+            if "sources" in own_sums:
                 logs |= source_losses(
-                    [sums for _, _, sums in sums_by_rank], self._monitor.sources, prefix=prefix
+                    [sums["sources"] for sums, _ in sums_by_rank],
+                    self._monitor.sources,
+                    prefix=prefix,
                 )
-            tokens_seen = sum(
-                tokens for _, tokens, _ in sums_by_rank[:: self._layout.tensor_parallel]
-            )
+            tokens_seen = sum(tokens for _, tokens in sums_by_rank[:: self._layout.tensor_parallel])
             logs[f"{prefix}num_tokens"] = self._monitor.tokens_before_start + tokens_seen
         super().log(logs, start_time)

@@ -196,15 +196,15 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
                 self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             )
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / micro_steps
-        source_losses = None
+        sums = {"head": head_sums(outputs)}
         if SOURCE in inputs:
-            source_losses = source_sums(
+            sums["sources"] = source_sums(
                 outputs.log_probs,
                 outputs.label_mask,
                 inputs[SOURCE],
                 count=len(self._monitor.sources),
             )
-        self._add_scores(head_sums(outputs), source_losses)
+        self._add_scores(sums)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -317,8 +317,10 @@ def build_trainer(
 def _pack_by_source(
     rows: Any, sizes: Sequence[int], config: RunConfig, plan: Plan
 ) -> tuple[Packs, tuple[int, ...]]:
-    lengths_by_source = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
-    packs_by_source = [pack_best_fit(lengths, plan.max_seq_len) for lengths in lengths_by_source]
+    packs_by_source = [
+        pack_best_fit(lengths, plan.max_seq_len)
+        for lengths in np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
+    ]
     packs = concatenate_packs(packs_by_source)
     logger.debug(
         "Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs)
