@@ -8,6 +8,7 @@ elsewhere (experts' balance loss).
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,19 +157,14 @@ def check_padding(
 ) -> MaskRequirement:
     """Whether padded rows, of at most `max_row_tokens` tokens, of a model of this config need their
     mask; what cannot be measured keeps it."""
-    measurement = measure_small_model(
+    return _mask_requirement(
         hf_config,
         measure_padding,
-        trust_remote_code=trust_remote_code,
-        max_parameters=MAX_TRAINED_PARAMETERS,
-        max_row_tokens=max_row_tokens,
-        attention=attention,
-    )
-    return _mask_requirement(
-        model_type_name(hf_config),
-        *measurement,
         kept_reason="padded rows keep their mask",
         freed_reason="padded rows need no mask, as attention is causal and padding at the end",
+        trust_remote_code=trust_remote_code,
+        max_row_tokens=max_row_tokens,
+        attention=attention,
     )
 
 
@@ -177,29 +173,28 @@ def check_boundaries(
 ) -> MaskRequirement:
     """Whether packs, of at most `max_row_tokens` tokens, need a mask beside their boundaries
     (`varlen`); what cannot be measured keeps it."""
-    measurement = measure_small_model(
+    return _mask_requirement(
         hf_config,
         measure_boundaries,
-        trust_remote_code=trust_remote_code,
-        max_parameters=MAX_TRAINED_PARAMETERS,
-        max_row_tokens=max_row_tokens,
-    )
-    return _mask_requirement(
-        model_type_name(hf_config),
-        *measurement,
         kept_reason="chats of one row keep a mask between them",
         freed_reason="chats of one row need no mask: they are told apart by their boundaries",
+        trust_remote_code=trust_remote_code,
+        max_row_tokens=max_row_tokens,
     )
 
 
 def _mask_requirement(
-    model_type: str,
-    difference: MaskDifference | None,
-    problem: str,
+    hf_config: Any,
+    measure: Callable[..., MaskDifference],
     *,
     kept_reason: str,
     freed_reason: str,
+    **options: Any,
 ) -> MaskRequirement:
+    difference, problem = measure_small_model(
+        hf_config, measure, max_parameters=MAX_TRAINED_PARAMETERS, **options
+    )
+    model_type = model_type_name(hf_config)
     if difference is None or not difference.influence >= MIN_INFLUENCE:
         problem = problem or "in a small model of its class nothing would show it"
         return MaskRequirement(
