@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
-from sft_play.finished import reproduce
 from sft_play.finished.reproduce import compare_weights, describe_code
 from sft_play.runs.folder import code_state
+from sft_play.runs.lookup import unused_path
 from tests import warm
 from tests.conftest import ROOT, chat, write_rows
 
@@ -84,7 +84,7 @@ def test_a_run_trained_again_is_equal_bit_for_bit_and_from_any_folder(world, tmp
     assert answer["tensors"] == len(one) > 10
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert any(bool(tensor.any()) for name, tensor in one.items() if "lora_B" in name)
-    assert reproduce._free_folder(first).name == "first-reproduced-2"  # the name is taken by now
+    assert unused_path(first.with_name("first-reproduced")).name == "first-reproduced-2"  # the name is taken by now
 
 
 def test_what_training_read_has_to_be_there_unchanged(copy, tiny_llama):

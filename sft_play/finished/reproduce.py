@@ -46,7 +46,7 @@ from sft_play.runs.folder import (
     read_summary,
     requested_deepspeed,
 )
-from sft_play.runs.lookup import check_run_name
+from sft_play.runs.lookup import check_run_name, unused_path
 from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -116,7 +116,9 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
     failed; Interrupted where the user stopped it.
     """
     run_folder = run.folder.path
-    config_path, new_folder = run_folder.absolute() / "resolved.json", _free_folder(run_folder)
+    config_path = run_folder.absolute() / "resolved.json"
+    new_folder = unused_path(run_folder.with_name(f"{run_folder.name}-reproduced"))
+    check_run_name(new_folder.name, key="RUN")
     # its paths are relative to where it was started
     working_folder = Path(str(run.manifest.get("cwd")))
     if not working_folder.is_dir():
@@ -166,14 +168,6 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
     )
 
 
-def _free_folder(run_folder: Path) -> Path:
-    name = f"{run_folder.name}-reproduced"
-    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
-    free_folder = next(folder for folder in map(run_folder.with_name, names) if not folder.exists())
-    check_run_name(free_folder.name, key="RUN")
-    return free_folder
-
-
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     base_model_folder(run)
     recorded = run.manifest.get("data") or {}
@@ -212,8 +206,9 @@ def _training_command(
     if not loaded.stages:
         arguments += _batch_overrides("", folder, config)
     for stage in loaded.stages:
-        prefix = f"curriculum.{stage.number - 1}."
-        arguments += _batch_overrides(prefix, folder.stage_folder(stage.name), stage.config)
+        arguments += _batch_overrides(
+            f"curriculum.{stage.number - 1}.", folder.stage_folder(stage.name), stage.config
+        )
     arguments += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
     # TensorBoard writes into the run folder; other trackers would log the run a second time to
     # somebody's account

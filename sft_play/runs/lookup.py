@@ -373,7 +373,7 @@ def new_run_folder(
         output, config_path=config_path, now=now or datetime.now(UTC)
     )
     if output.name is None:
-        path = _unused_path(path)
+        path = unused_path(path)
     if not path.exists():
         return RunFolder(path)
     if output.if_exists == "fail":
@@ -451,7 +451,7 @@ def create_run(
                 folder.read_manifest()
                 with lock_run(folder) as old_lock:
                     timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-                    replaced_path = _unused_path(
+                    replaced_path = unused_path(
                         folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}")
                     )
                     folder.path.rename(replaced_path)
@@ -488,8 +488,9 @@ def write_initial_files(
     write_json(folder.path / MANIFEST_FILE, manifest)
 
 
-# With the first number behind it that is free: two starts of one config may come within a second.
-def _unused_path(path: Path) -> Path:
+def unused_path(path: Path) -> Path:
+    """The path, with the first number behind it that is free where it is not: two starts of one
+    config may come within a second."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
