@@ -267,8 +267,8 @@ def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:
 
 def outcome(*notes: dict[str, Any], world: int = 2, seconds: float | None = 0.001, **changes: Any) -> Any:
     result = {"bytes": 256 * MIB, "seconds": seconds} if seconds else None
-    by_rank, ranks = {item["rank"]: item for item in notes}, tuple(range(world))
-    return doctor.AllReduceOutcome(ranks, world, by_rank, result, limit_s=40.0, **changes)
+    by_rank = {**{rank: {} for rank in range(world)}, **{item["rank"]: item for item in notes}}
+    return doctor.AllReduceOutcome(world, by_rank, result, limit_s=40.0, **changes)
 
 
 AROUND = SystemFacts(machine(gpu(0), gpu(1), link_bytes_per_s=300e9), driver="580.82.07")
@@ -300,7 +300,7 @@ TIMED_OUT = note(0, "failed", error="DistBackendError: timed out after 35 s")
 
 @pytest.mark.parametrize(("notes", "options", "around", "words", "remedy"), [
     ((note(0), note(1, wrong=5)), {}, AROUND, "the sum is wrong: rank 1 has 5 wrong", "NCCL_P2P_DISABLE=1"),
-    ((note(0, "joined"), note(1, "device")), {"world": 3, "timed_out": True}, AROUND,
+    ((note(0, "joined"), note(1, "device")), {"world": 3, "exit_code": None}, AROUND,
      "rank 0 is waiting in the first all-reduce; rank 1 is waiting to join the others; rank 2 never started",
      "NCCL_P2P_DISABLE=1"),
     ((TIMED_OUT, note(1, "started")), {}, ON_CPU, "rank 0 gave up; rank 1 has not reached its device", "a core"),

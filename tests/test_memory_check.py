@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sft_play.commands.diagnosing import REFRESH_S
 from sft_play.diagnose import machine_pages
 from sft_play.diagnose.machine_pages import RankProcess, format_memory_snapshot, lock_holder_pid, read_memory_snapshot
 from sft_play.errors import RunFolderError
@@ -283,7 +284,7 @@ def test_the_command_shows_the_machine_and_answers_0(succeed, tmp_path, monkeypa
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": pause})
+    monkeypatch.setattr("sft_play.commands.diagnosing.time.sleep", pause)
     printed = succeed("memory-check", "--config", str(config), "--watch")
-    assert pauses == [machine_pages.REFRESH_S] * 3
+    assert pauses == [REFRESH_S] * 3
     assert [json.loads(line)["running"] for line in printed.splitlines() if line.startswith("{")] == [False] * 3

@@ -7,6 +7,9 @@ import functools
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 from sft_play.commands.request import (
     CommandResult,
@@ -32,6 +35,9 @@ from sft_play.planner.layout import layout_choices
 from sft_play.trace.confirm import load_run_model_shape
 
 logger = logging.getLogger(__name__)
+
+# Seconds between two looks at a run's memory.
+REFRESH_S = 3.0
 
 
 def run_diagnosing(request: Request) -> CommandResult | int:
@@ -61,31 +67,33 @@ def run_diagnosing(request: Request) -> CommandResult | int:
         os.environ,
         name=request.run,
     )
-    if not request.watch:
-        snapshot = take_snapshot()
-        return CommandResult(
-            dataclasses.asdict(snapshot),
-            ["\n".join(machine_pages.format_memory_snapshot(snapshot))],
-        )
+    if request.watch:
+        return _watch_memory(request, take_snapshot)
+    snapshot = take_snapshot()
+    return CommandResult(
+        dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))]
+    )
 
-    def show_snapshot(snapshot: machine_pages.MemorySnapshot) -> None:
-        if request.json:
-            write_json_line(add_exit_status(dataclasses.asdict(snapshot), 0))
-        else:
-            if sys.stdout.isatty():
-                sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            lines = [
-                *machine_pages.format_memory_snapshot(snapshot),
-                f"{snapshot.time}; Ctrl-C ends this",
-            ]
-            logger.info("%s", "\n".join(lines))
-        if is_output_lost():
-            raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
-    # one look after the other; the last one is written to OUT
-    last_snapshot = machine_pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
-    if request.out is not None and last_snapshot is not None:
-        write_out_file(request.out, dataclasses.asdict(last_snapshot))
+def _watch_memory(
+    request: Request, take_snapshot: Callable[[], machine_pages.MemorySnapshot]
+) -> int:
+    """Show one look after the other until Ctrl-C; the last one is written to OUT."""
+    data: dict[str, Any] = {}
+    with contextlib.suppress(KeyboardInterrupt):
+        while not is_output_lost():
+            snapshot = take_snapshot()
+            data = dataclasses.asdict(snapshot)
+            if request.json:
+                write_json_line(add_exit_status(data, 0))
+            else:
+                if sys.stdout.isatty():
+                    sys.stdout.write("\033[H\033[2J")  # in the place of the look before
+                lines = machine_pages.format_memory_snapshot(snapshot)
+                logger.info("%s\n%s; Ctrl-C ends this", "\n".join(lines), snapshot.time)
+            time.sleep(REFRESH_S)
+    if request.out is not None and data:
+        write_out_file(request.out, data)
     return 0
 
 

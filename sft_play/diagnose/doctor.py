@@ -697,15 +697,14 @@ _ERROR_REMEDY = (
 
 @dataclass(frozen=True)
 class AllReduceOutcome:
-    """What the ranks reported. `reports_by_rank` has this node's ranks; `result` is written by rank
-    0, so only its node has it."""
+    """What the ranks reported. `reports_by_rank` has this node's ranks, empty where one wrote none;
+    `result` is written by rank 0, so only its node has it. `exit_code` is None where the limit
+    ended them."""
 
-    expected_ranks: tuple[int, ...]
     world_size: int
-    reports_by_rank: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    reports_by_rank: Mapping[int, Mapping[str, Any]]
     result: Mapping[str, Any] | None = None
-    timed_out: bool = False
-    exit_code: int = 0
+    exit_code: int | None = 0
     output_tail: str = ""
     limit_s: float = 0.0
 
@@ -771,14 +770,12 @@ def run_all_reduce(
         lines = (folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
         last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-3:]
         return AllReduceOutcome(
-            expected_ranks,
             local_ranks * options.nodes.count,
             reports_by_rank={
                 rank: read_json(folder / f"rank-{rank}.json") for rank in expected_ranks
             },
             result=read_json(folder / "result.json") or None,
-            timed_out=exit_code is None,
-            exit_code=exit_code or 0,
+            exit_code=exit_code,
             output_tail=" | ".join(redact(one_line(line, limit=160)) for line in last_lines),
             limit_s=limit_s,
         )
@@ -804,7 +801,7 @@ def judge_all_reduce(
                 " if that fixes it, P2P is broken here"
             )
         return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
-    is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
+    is_done = all(report.get("stage") == "done" for report in reports.values())
     if not is_done or (outcome.result is None and nodes.rank == 0):
         return _failure_finding(outcome, system_facts)
     if outcome.result is None:
@@ -866,15 +863,13 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Fi
             _ERROR_REMEDY,
         )
     ranks_by_stage: dict[str, list[int]] = {}
-    for rank in outcome.expected_ranks:
-        ranks_by_stage.setdefault(
-            str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []
-        ).append(rank)
+    for rank, report in outcome.reports_by_rank.items():
+        ranks_by_stage.setdefault(str(report.get("stage", "absent")), []).append(rank)
     text = "; ".join(
         f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS[stage]}"
         for stage, ranks in ranks_by_stage.items()
     )
-    if not outcome.timed_out and not errors:
+    if outcome.exit_code is not None and not errors:
         text += f", exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
         return fail_finding(ALL_REDUCE_NAME, text, _ERROR_REMEDY)
     if errors:
@@ -884,7 +879,7 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Fi
         "stop other work on this machine and run it again;"
         " each rank needs a core, and all need 1 GiB"
     )
-    if outcome.world_size > len(outcome.expected_ranks):
+    if outcome.world_size > len(outcome.reports_by_rank):
         remedy = "let the firewall pass all ports between the nodes: ranks choose their own"
     elif system_facts.hardware.gpus:
         remedy = (

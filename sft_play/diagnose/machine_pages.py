@@ -8,8 +8,7 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -563,10 +562,7 @@ def _others_warning(use: GpuMemoryUse, prediction: Mapping[str, Any]) -> str | N
 
 
 # --------------------------------------------------------------------------------------------------
-# The page: the run, a table with the prediction in it, RAM, warnings; once or renewed.
-
-# Seconds between two looks.
-REFRESH_S = 3.0
+# The page: the run, a table with the prediction in it, RAM, warnings.
 
 
 def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
@@ -627,19 +623,3 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
     )
     lines += [f"warning: {text}" for text in snapshot.warnings]
     return [escape_control(line) for line in lines]
-
-
-def watch_memory(
-    read_snapshot: Callable[[], MemorySnapshot],
-    *,
-    show_snapshot: Callable[[MemorySnapshot], None],
-    pause: Callable[[float], None] = time.sleep,
-) -> MemorySnapshot | None:
-    """Take snapshots until Ctrl-C, and show each; returns the last one."""
-    last_snapshot: MemorySnapshot | None = None
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            last_snapshot = read_snapshot()
-            show_snapshot(last_snapshot)
-            pause(REFRESH_S)
-    return last_snapshot

@@ -26,7 +26,7 @@ from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.launch.planning import plan_run, refusals, require_usable_hardware
 from sft_play.launch.request import LaunchOptions
-from sft_play.launch.row_survey import has_variable_lengths, load_row_tokens
+from sft_play.launch.row_survey import build_row_renderer, has_variable_lengths, load_row_tokens
 from sft_play.launch.run_hardware import go_offline_without_hub, mesh_hardware, restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
@@ -57,23 +57,6 @@ def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer
 
     loaded = load_tokenizer(config)
     return loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer)
-
-
-def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
-    """Build the renderer that turns a run's conversations into token rows, cut at the plan's
-    longest row."""
-    from sft_play.data.masks.image_processor import ImageProcessorSource
-    from sft_play.data.masks.render import Renderer
-
-    max_seq_len = config.model.max_seq_len
-    positions = load_max_positions(config.model.name, revision=config.model.revision)
-    renderer = Renderer(
-        tokenizer,
-        config.data,
-        max_seq_len=min(max_seq_len, positions or max_seq_len),
-        images=ImageProcessorSource.from_config(config),
-    )
-    return RowRenderer(renderer, task_mode=config.task_mode)
 
 
 def configure_hub(config: RunConfig) -> None:

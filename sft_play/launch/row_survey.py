@@ -162,17 +162,9 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
     """Estimate the lengths of the training rows, of which there are about so many, from some at
     equal distances. Raises DataError where one of them stops a run."""
     with importing():
-        from sft_play.data.masks.render import Renderer
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    limit = _row_limit(config)
-    renderer = Renderer(
-        load_tokenizer(config).tokenizer,
-        config.data,
-        max_seq_len=limit,
-        images=ImageProcessorSource.from_config(config),
-    )
-    row_renderer = RowRenderer(renderer, task_mode=config.task_mode)
+    row_renderer = build_row_renderer(config, load_tokenizer(config).tokenizer)
     sampled, longest_by_part = Counter[int](), dict[str, int]()
     pictured_rows: list[_PicturedRow] = []
     image_files: dict[str, tuple[int, int]] = {}
@@ -200,7 +192,7 @@ def _sample_tokens(config: RunConfig, paths: DataPaths, *, rows: int) -> None:
     held_out = max((size for part, size in longest_by_part.items() if part != "train"), default=0)
     if config.data.val_fraction:  # any row may be held out
         held_out = longest_by_part.get("train", 0)
-    row_tokens = summarize_row_tokens(sampled, limit=limit, held_out=held_out)
+    row_tokens = summarize_row_tokens(sampled, limit=row_renderer.max_seq_len, held_out=held_out)
     if row_tokens is not None:
         count = sampled.total() * (rows // SAMPLE_ROWS) * (1 - config.data.val_fraction)
         row_tokens = dataclasses.replace(
@@ -238,6 +230,20 @@ def _sample_examples(
         )
     ]
     return sample, longest
+
+
+def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
+    """Build the renderer that turns a run's conversations into token rows, cut at the plan's
+    longest row."""
+    from sft_play.data.masks.render import Renderer
+
+    renderer = Renderer(
+        tokenizer,
+        config.data,
+        max_seq_len=_row_limit(config),
+        images=ImageProcessorSource.from_config(config),
+    )
+    return RowRenderer(renderer, task_mode=config.task_mode)
 
 
 def _row_limit(config: RunConfig) -> int:
