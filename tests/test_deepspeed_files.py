@@ -14,7 +14,7 @@ from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner.batching import batch_splits
+from sft_play.planner.batching import BatchPlan, batch_splits
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import plan_from_json
@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 
 RUN = config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml")
 OPTIONS = deepspeed.deepspeed_options(RUN)
-NUMBERS = deepspeed.PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
+NUMBERS = deepspeed.PlanValues("zero3", BatchPlan(2, 4, 2), hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 OF_ONE_RANK = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
@@ -103,9 +103,8 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
             agreed += 1
             splits = batch_splits(found, ranks=ranks)
             assert {split.effective_batch for split in splits} == {found.effective_batch_size}
-            sizes = {"micro_batch": splits[0].micro_batch, "grad_accum": splits[0].grad_accum}
             if (found.batch_size, found.grad_accum) != ("auto", "auto"):
-                deepspeed.fill_auto_values(config, replace(NUMBERS, **sizes, data_parallel_ranks=ranks))
+                deepspeed.fill_auto_values(config, replace(NUMBERS, batch=splits[0]))
     assert agreed > 50
     assert refused > 50
 

@@ -26,6 +26,7 @@ from sft_play.launch.request import DeepspeedRequest, LaunchOptions, fill_from_a
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
+from sft_play.planner.batching import BatchPlan
 from tests.conftest import ROOT, refusal_of
 
 refusal = functools.partial(refusal_of, ConfigError)
@@ -38,7 +39,7 @@ def machine(gpus: int) -> Hardware:
 
 RUN = config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml")
 OPTIONS = deepspeed.deepspeed_options(RUN)
-NUMBERS = deepspeed.PlanValues("zero2", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
+NUMBERS = deepspeed.PlanValues("zero2", BatchPlan(2, 4, 2), hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 
 
 # --- accelerate: written ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import KNOWN_DEEPSPEED_KEYS, PlanValues, deepspeed_options, fill_auto_values
 from sft_play.planner import backend
+from sft_play.planner.batching import BatchPlan
 from sft_play.runs.folder import RunFolder
 
 EPSILON = ExternalNames(
@@ -73,7 +74,9 @@ def test_the_trainer_unsloths_process_the_bench_and_tensorboard_are_given_a_new_
 
 
 def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
-    numbers = PlanValues("zero2", 1, 1, 1, hidden_size=8, compute_dtype="float32", options=deepspeed_options(longer))
+    numbers = PlanValues(
+        "zero2", BatchPlan(1, 1, 1), hidden_size=8, compute_dtype="float32", options=deepspeed_options(longer)
+    )
     block = {"type": "AdamW", "params": {"eps": 1e-6}}
     assert "optimizer" not in fill_auto_values({"optimizer": block}, numbers)
     with pytest.raises(ConfigError, match=r"eps: 1e-08 contradicts train.adam_epsilon: 1e-06"):

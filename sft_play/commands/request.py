@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from sft_play.answers import Answer
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
@@ -23,9 +23,11 @@ from sft_play.config.load import load_config, split_overrides
 from sft_play.config.options import sections
 from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.yaml_io import parse_yaml_value
+from sft_play.data.sources.files import find_source, list_parts
 from sft_play.errors import ConfigError, DataError, RunFolderError, SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.files import relative_to_cwd
+from sft_play.finished.run import FinishedRun, find_finished_run
 from sft_play.launch.request import LaunchOptions, parse_launch_options
 from sft_play.launch.torchrun import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.log import escape_control, one_line, redact
@@ -44,9 +46,6 @@ from sft_play.variables import (
     is_makefile_near,
     spell_commands,
 )
-
-if TYPE_CHECKING:
-    from sft_play.finished.run import FinishedRun
 
 logger = logging.getLogger(__name__)
 
@@ -426,11 +425,9 @@ def request_output_dir(request: Request) -> Path:
     )
 
 
-def find_request_run(request: Request) -> "FinishedRun":
+def find_request_run(request: Request) -> FinishedRun:
     """Find the finished run that RUN names, or the newest. Raises what `find_finished_run`
     raises."""
-    from sft_play.finished.run import find_finished_run
-
     return find_finished_run(
         request_output_dir(request), request.run, is_trusted=functools.partial(trusts_code, request)
     )
@@ -439,8 +436,6 @@ def find_request_run(request: Request) -> "FinishedRun":
 def require_source(path: Path | str, variable_name: str) -> None:
     """Raise DataError where a variable names data that are not there, before anything is imported
     to read them."""
-    from sft_play.data.sources.files import find_source, list_parts
-
     try:
         list_parts(find_source(str(path)), wants_text=True)
     except DataError as error:

@@ -42,6 +42,7 @@ from sft_play.data.preview import (
     preview_rows,
     render_html_page,
 )
+from sft_play.data.process import process_files, style_rows
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
@@ -88,13 +89,10 @@ def run_rows(request: Request) -> CommandResult | int:
         from sft_play.documents import convert_documents
 
         result = command_result(convert_documents(config, force=request.force))
+    elif command == "process":
+        result = command_result(process_files(config, force=request.force))
     else:
-        from sft_play.data.process import process_files, style_rows
-
-        if command == "process":
-            result = command_result(process_files(config, force=request.force))
-        else:
-            result = command_result(style_rows(config, request.style, force=request.force))
+        result = command_result(style_rows(config, request.style, force=request.force))
     return _add_next_command(result, request, config)
 
 
@@ -457,8 +455,6 @@ def _pipeline_steps(
 ) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
     """Yield the steps in order: a name, and a function without arguments. A step is built when
     those before it are done."""
-    from sft_play.data.process import process_files, style_rows
-
     config = loaded.config
     yield "process", lambda: command_result(process_files(config, force=force))
     folder = Path(config.data.process.out_dir)

@@ -521,16 +521,17 @@ def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> boo
 
 def _find_adapter_folder(name: str, output_dir: Path) -> Path:
     if name == LAST_RUN:
-        finished = []
-        for run_folder in output_dir.glob("[!.]*"):
-            run_manifest = _read_manifest(run_folder) or {}
-            if run_manifest.get("status") == "finished" and ".replaced-" not in run_folder.name:
-                finished.append((str(run_manifest.get("ended")), str(run_folder)))
+        manifests = {path: _read_manifest(path) or {} for path in output_dir.glob("[!.]*")}
+        finished = [
+            (str(run_manifest.get("ended")), str(run_path.absolute()))
+            for run_path, run_manifest in manifests.items()
+            if run_manifest.get("status") == "finished" and ".replaced-" not in run_path.name
+        ]
         if not finished:
             raise ConfigError(
                 f"there is no finished run in {output_dir}; name another run, or train one first"
             )
-        name = str(Path(max(finished)[1]).absolute())
+        _, name = max(finished)
     try:
         path = Path(name).expanduser()
         candidates = [output_dir / name, path] if path.name == name else [path]

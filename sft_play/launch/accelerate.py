@@ -160,9 +160,11 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     if not isinstance(data, dict) or "distributed_type" not in data:
         raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
-    values: dict[str, Any] = {key: value for key, value in data.items() if value is not None}
-    if values.get("num_processes") == -1:
-        del values["num_processes"]
+    values: dict[str, Any] = {
+        key: value
+        for key, value in data.items()
+        if value is not None and (key, value) != ("num_processes", -1)
+    }
     values.setdefault("distributed_type", "no")
     for key in ("distributed_type", "mixed_precision"):
         if key in values:  # false: an unquoted no that a tool with YAML 1.1 has written again

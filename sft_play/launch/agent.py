@@ -121,14 +121,16 @@ def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool)
     root = root_exit(exits, stopped=stopped)
     failure, stack = root.failure, root.stack
     if root.was_told_to_stop and (stopped or failure is not None):
-        text = (
+        # rank 0, which comes first, knows what was saved, and where
+        messages = [
+            end.failure.message
+            for end in sorted(exits, key=lambda end: end.rank)
+            if end.was_told_to_stop and end.failure is not None and end.failure.message
+        ]
+        messages.append(
             "stopped by the user before the training could save; what was saved until then is kept"
         )
-        # rank 0, which comes last, knows what was saved, and where
-        for end in sorted(exits, key=lambda end: -end.rank):
-            if end.was_told_to_stop and end.failure is not None and end.failure.message:
-                text = end.failure.message
-        return f"[{COMMAND}] {text}", Interrupted.exit_code
+        return f"[{COMMAND}] {messages[0]}", Interrupted.exit_code
     if failure is not None and failure.kind == "user":
         message = failure.message
         is_shared = (

@@ -29,7 +29,7 @@ from sft_play.config.schema import DTYPE_ALIASES, RunConfig, TrainConfig
 from sft_play.config.yaml_io import format_value
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
-from sft_play.planner.batching import batch_product_problem, is_single_rank_batch
+from sft_play.planner.batching import BatchPlan, batch_product_problem, is_single_rank_batch
 from sft_play.planner.layout import LayoutName
 
 logger = logging.getLogger(__name__)
@@ -387,9 +387,7 @@ class PlanValues:
     """What DeepSpeed needs from a plan. `hidden_size` is the model's widest."""
 
     layout: LayoutName
-    micro_batch: int
-    grad_accum: int
-    data_parallel_ranks: int
+    batch: BatchPlan
     hidden_size: int
     compute_dtype: Literal["bfloat16", "float16", "float32"]
     # The training options by their paths in DeepSpeed's file: key of the run YAML, value.
@@ -488,15 +486,14 @@ def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
     of the batch multiply, and its engine clips by its own number only. Its default bucket, 5e8
     elements, would take another GiB."""
     stage = ZERO_STAGES[plan.layout][0]
-    effective_batch = plan.micro_batch * plan.grad_accum * plan.data_parallel_ranks
     product = (
-        f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks ="
-        f" {effective_batch}"
+        f"{plan.batch.micro_batch} × {plan.batch.grad_accum} × {plan.batch.ranks} ranks ="
+        f" {plan.batch.effective_batch}"
     )
     batch = {
-        "train_batch_size": effective_batch,
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.grad_accum,
+        "train_batch_size": plan.batch.effective_batch,
+        "train_micro_batch_size_per_gpu": plan.batch.micro_batch,
+        "gradient_accumulation_steps": plan.batch.grad_accum,
     }
     # path, value, where it is from, and the key of the run YAML that a file must not contradict
     rows = [

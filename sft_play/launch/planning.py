@@ -950,12 +950,10 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
     deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(
         shipped_deepspeed_config(plan.layout)
     )
-    mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
+    mixed_precision = config.distributed.mixed_precision
     plan_values = PlanValues(
         layout=plan.layout,
-        micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
-        grad_accum=batch.grad_accum,
-        data_parallel_ranks=plan.batch.ranks,
+        batch=plan.trainer_batch,  # DeepSpeed takes a fixed number of micro steps
         hidden_size=load_run_model_shape(config).hidden_size,
         compute_dtype=plan.precision.compute,
         options=deepspeed_options(config),

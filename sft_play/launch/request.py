@@ -230,10 +230,8 @@ def parse_launch_options(
     """Parse make's launch variables; `notes` name the sources of values that the user did not type.
     Raises ConfigError where one of them is not a number, out of range, or an unknown strategy."""
     deepspeed, file = None, values.get("DEEPSPEED_CONFIG")
-    if file:
-        deepspeed = DeepspeedRequest(Path(file).expanduser())
-    elif uses_deepspeed:
-        deepspeed = DeepspeedRequest()
+    if file or uses_deepspeed:
+        deepspeed = DeepspeedRequest(Path(file).expanduser() if file else None)
     try:
         gpus_text = values.get("GPUS", "")
         # an empty entry, as a variable without a value leaves it, counts for nothing
@@ -269,9 +267,9 @@ def parse_launch_options(
 def _parse_strategy(text: str) -> LayoutName | None:
     if not text:
         return None
-    for name in LAYOUT_NAMES:
-        if text.strip().lower() == name:
-            return name
+    name = text.strip().lower()
+    if name in LAYOUT_NAMES:
+        return name
     words = [
         f"STRATEGY={one_line(text)} is not a layout;",
         did_you_mean(text, LAYOUT_NAMES, min_similarity=0.6),

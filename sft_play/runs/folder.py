@@ -439,10 +439,13 @@ class RunFolder:
     def update_manifest(self, **changes: Any) -> None:
         """Rewrite the manifest with some entries changed; None removes one."""
         entries = {**self.read_manifest(), **changes}
-        removed_names = [name for name, value in changes.items() if value is None]
         write_json(
             self.manifest_path,
-            {name: value for name, value in entries.items() if name not in removed_names},
+            {
+                name: value
+                for name, value in entries.items()
+                if value is not None or name not in changes
+            },
         )
 
     def write_json(self, name: str, value: Any) -> None:

@@ -42,15 +42,14 @@ LOCK_FILE = "run.lock"
 # Who locks only a part of a run: the command that started its ranks, and the rank (or their agent)
 # that writes.
 LAUNCHER, WRITER = 0, 1
-# What this process has locked, by device and inode: opening and closing such a file again would
-# release the lock.
-_OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], "RunLock"] = weakref.WeakValueDictionary()
+# What this process has locked: opening and closing such a file again would release the lock.
+_OPEN_LOCKS: weakref.WeakSet["RunLock"] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     # an error may keep a lock; at exit modules that `close` needs may be gone
-    for run_lock in list(_OPEN_LOCKS.values()):
+    for run_lock in list(_OPEN_LOCKS):
         run_lock.close()
 
 
@@ -64,6 +63,7 @@ class RunLock:
         self._descriptor: int | None = descriptor
         self._role = role
         self._pid = os.getpid()
+        _OPEN_LOCKS.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -73,6 +73,10 @@ class RunLock:
 
     def __del__(self) -> None:
         self.close()
+
+    def holds(self, path: Path) -> bool:
+        """True if it is the lock on that file."""
+        return self._descriptor is not None and _is_same_file(self._descriptor, path)
 
     def close(self) -> None:
         """Release the folder; the last holder removes the file."""
@@ -102,7 +106,11 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     """
     path = folder.path / LOCK_FILE
     for _ in range(100):
-        _check_not_locked_here(folder, path)
+        # to the kernel, a second lock by the same process is the same lock
+        if any(run_lock.holds(path) for run_lock in list(_OPEN_LOCKS)):
+            raise RunFolderError(
+                f"{folder.path} is already being written by this process (pid {os.getpid()})"
+            )
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -112,9 +120,8 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
             if not _is_same_file(descriptor, path):  # it was removed between opening and locking
                 os.close(descriptor)
                 continue
-            status = os.fstat(descriptor)
             # The launcher's note stays: its process is the one to stop, and it stops the writer.
-            if role != WRITER or not status.st_size:
+            if role != WRITER or not os.fstat(descriptor).st_size:
                 note = json.dumps(
                     {
                         "pid": os.getpid(),
@@ -130,24 +137,10 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
             if isinstance(error, OSError) and not isinstance(error, RunFolderError):
                 raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
             raise
-        run_lock = _OPEN_LOCKS[status.st_dev, status.st_ino] = RunLock(folder, descriptor, role)
-        return run_lock
+        return RunLock(folder, descriptor, role)
     raise RunFolderError(
         f"{path} is created and removed repeatedly by other processes; start again"
     )
-
-
-# To the kernel, a second lock by the same process is the same lock.
-def _check_not_locked_here(folder: RunFolder, path: Path) -> None:
-    try:
-        status = path.stat()
-    except OSError:
-        return
-    own_lock = _OPEN_LOCKS.get((status.st_dev, status.st_ino))
-    if own_lock is not None and own_lock._descriptor is not None:
-        raise RunFolderError(
-            f"{folder.path} is already being written by this process (pid {os.getpid()})"
-        )
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
