@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft_play.config import options as config_options
-from sft_play.config import other_tools, schema
+from sft_play.config import other_tools
 from sft_play.config.load import config_from_text
 from sft_play.config.options import find_option, optimizer_options
 from sft_play.config.schema import ADAMW_OPTIMIZERS, ExternalNames, RunConfig, TrainConfig, optimizer_option
@@ -43,7 +43,7 @@ def longer(monkeypatch):
     """A run with train.adam_epsilon, while the schema has it."""
     cached = [config_options.all_options, config_options.sections, config_options.list_item_sections]
     cached.append(other_tools.key_table)
-    monkeypatch.setattr(schema, "TrainConfig", LongerTrain)
+    monkeypatch.setattr(config_options, "TrainConfig", LongerTrain)
     monkeypatch.setattr(config_options, "RunConfig", LongerRun)
     for one in cached:
         one.cache_clear()

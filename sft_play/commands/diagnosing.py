@@ -3,12 +3,10 @@ is, and what a run holds of it."""
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from sft_play.commands.request import (
@@ -61,28 +59,26 @@ def run_diagnosing(request: Request) -> CommandResult | int:
     refuse_hardware(request)
     if request.command == "doctor":
         return _doctor(request)
-    take_snapshot = functools.partial(
-        machine_pages.read_memory_snapshot,
-        request_output_dir(request),
-        os.environ,
-        name=request.run,
-    )
     if request.watch:
-        return _watch_memory(request, take_snapshot)
-    snapshot = take_snapshot()
+        return _watch_memory(request)
+    snapshot = _read_snapshot(request)
     return CommandResult(
         dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))]
     )
 
 
-def _watch_memory(
-    request: Request, take_snapshot: Callable[[], machine_pages.MemorySnapshot]
-) -> int:
+def _read_snapshot(request: Request) -> machine_pages.MemorySnapshot:
+    return machine_pages.read_memory_snapshot(
+        request_output_dir(request), os.environ, name=request.run
+    )
+
+
+def _watch_memory(request: Request) -> int:
     """Show one look after the other until Ctrl-C; the last one is written to OUT."""
     data: dict[str, Any] = {}
     with contextlib.suppress(KeyboardInterrupt):
         while not is_output_lost():
-            snapshot = take_snapshot()
+            snapshot = _read_snapshot(request)
             data = dataclasses.asdict(snapshot)
             if request.json:
                 write_json_line(add_exit_status(data, 0))

@@ -60,6 +60,10 @@ _OPTIONS_WITHOUT_EFFECT = frozenset(
 )
 
 
+# What a file of the cache holds: the lengths, and the states of the images' files.
+_CACHE_ENTRY = TypeAdapter(tuple[RowTokens, dict[str, tuple[int, int]]])
+
+
 def has_variable_lengths(config: RunConfig) -> bool:
     """Whether rows differ in length: blocks of text and packs are full."""
     return config.task_mode == "sft" and config.data.packing == "none"
@@ -70,21 +74,11 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
     no error is raised."""
     with contextlib.suppress(OSError, SftPlayError, ValueError):
         if has_variable_lengths(config):
-            path = _cache_path(config)
-            rows = TypeAdapter(RowTokens).validate_json(path.read_bytes())
-            if rows.images is None or _has_same_images(path):
+            rows, image_states = _CACHE_ENTRY.validate_json(_cache_path(config).read_bytes())
+            # the name of the cache's file knows the files of rows, and not those of their images
+            if all(file_state(file) == state for file, state in image_states.items()):
                 return rows
     return None
-
-
-# The key of a cache knows the files of rows, and not those of their images.
-def _has_same_images(path: Path) -> bool:
-    states = json.loads(_image_states_path(path).read_bytes())
-    return all(file_state(file) == tuple(state) for file, state in states.items())
-
-
-def _image_states_path(path: Path) -> Path:
-    return path.with_suffix(".images.json")
 
 
 def has_counted_rows(config: RunConfig) -> bool:
@@ -360,9 +354,7 @@ def _write_cache(
 ) -> None:
     path = _cache_path(config)
     try:
-        if row_tokens.images is not None:
-            atomic.write(_image_states_path(path), json.dumps(image_files))
-        atomic.write(path, json.dumps(dataclasses.asdict(row_tokens)))
+        atomic.write(path, json.dumps((dataclasses.asdict(row_tokens), image_files)))
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror or error}; free space there, or name"

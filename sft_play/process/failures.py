@@ -115,11 +115,8 @@ def record_failure(kind: FailureKind, message: str, *, error: BaseException | No
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
-    exit_code, name, stack = 1, "", ""
-    if kind == "stopped":
-        exit_code = Interrupted.exit_code
-    elif isinstance(error, SftPlayError):
-        exit_code = error.exit_code
+    exit_code = Interrupted.exit_code if kind == "stopped" else getattr(error, "exit_code", 1)
+    name = stack = ""
     if error is not None:
         name, stack = type(error).__name__, "".join(traceback.format_exception(error))
     with _record_lock:
