@@ -268,25 +268,21 @@ def is_derived_default(config: RunConfig, path: str) -> bool:
 
 
 def resolved_config_without_paths(config: RunConfig) -> dict[str, Any]:
-    """`resolved_config` without paths: nodes may keep the same files in different folders."""
-    portable = {key: value for key, value in resolved_config(config).items() if key != "output"}
-    portable["model"] = {
-        key: value for key, value in portable["model"].items() if key not in ("name", "adapter")
+    """The config as plain data without paths: nodes may keep the same files in different
+    folders."""
+    data_paths: dict[str, Any] = {
+        **dict.fromkeys(("train_path", "val_path", "test_path", "text_path"), True),
+        "sources": {"__all__": {"path", "val_path"}},
     }
-    portable["data"] = _data_without_paths(portable["data"])
-    portable["curriculum"] = [
-        {**stage, "data": _data_without_paths(stage["data"])} for stage in portable["curriculum"]
-    ]
-    return portable
-
-
-def _data_without_paths(data: dict[str, Any]) -> dict[str, Any]:
-    portable = {key: value for key, value in data.items() if not key.endswith("_path")}
-    sources = [
-        {key: value for key, value in source.items() if not key.endswith("path")}
-        for source in data.get("sources", ())
-    ]
-    return {**portable, "sources": sources}
+    return config.model_dump(
+        mode="json",
+        exclude={
+            "output": True,
+            "model": {"name", "adapter"},
+            "data": data_paths,
+            "curriculum": {"__all__": {"data": data_paths}},
+        },
+    )
 
 
 def differing_options(

@@ -7,7 +7,6 @@ one found.
 import copy
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,7 +41,6 @@ from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
 MAX_LEARNING_RATE = 1.0
-_SURROGATE = re.compile("[\ud800-\udfff]")
 TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 
@@ -53,16 +51,8 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     Contradictions are looked for only where every value by itself is right. A run with stages is
     not searched for them: each stage is, and may put right what is wrong with the run's own
     settings."""
-    leaves = list(walk_leaves(document.data))
-    # in a key, a value, or an item of a list: pydantic reads nothing of such a document
-    problems = [
-        document.problem(path, "the text has half of a surrogate pair")
-        for path, value in leaves
-        if _SURROGATE.search(json.dumps([*path, value], ensure_ascii=False))
-    ]
-    if problems:
-        return None, problems
-    for path, value in leaves:
+    problems: list[Problem] = []
+    for path, value in walk_leaves(document.data):
         if isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
             problems.append(
                 document.problem(
