@@ -24,7 +24,7 @@ from sft_play.answers import Answer
 from sft_play.errors import BackendError, ConfigError
 from sft_play.finished.run import FinishedRun, describe_context_window, next_command_line
 from sft_play.log import one_line
-from sft_play.machine.network import allowed_host_names
+from sft_play.machine.network import allowed_host_names, server_url
 from sft_play.machine.software import install_command
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
@@ -55,10 +55,7 @@ class ServedEndpoint(Answer):
     @property
     def url(self) -> str:
         """The base URL for clients on this machine."""
-        client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        if ":" in client_host:
-            client_host = f"[{client_host}]"
-        return f"http://{client_host}:{self.port}/v1"
+        return f"{server_url(self.host, self.port)}v1"
 
     def as_json(self) -> dict[str, Any]:
         return {**super().as_json(), "url": self.url}

@@ -35,7 +35,7 @@ from sft_play.errors import ConfigError
 from sft_play.files import cache_dir, hold_lock
 from sft_play.launch.torchrun import read_whole_number
 from sft_play.log import one_line, redact
-from sft_play.machine.network import allowed_host_names, is_local, is_local_request
+from sft_play.machine.network import allowed_host_names, is_local, is_local_request, server_url
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import PARENT_VARIABLE, child_environment, watch_parent
 
@@ -75,10 +75,7 @@ class TensorBoardServer:
     @property
     def url(self) -> str:
         """The address of its server, from this machine."""
-        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        if ":" in address:
-            address = f"[{address}]"
-        return f"http://{address}:{self.port}/"
+        return server_url(self.host, self.port)
 
     @property
     def page(self) -> str:

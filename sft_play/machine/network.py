@@ -118,6 +118,14 @@ def is_local(host: str) -> bool:
     return host.lower() == "localhost" or is_loopback(host)
 
 
+def server_url(host: str, port: int) -> str:
+    """The address, from this machine, of a server that listens there."""
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if ":" in address:
+        address = f"[{address}]"
+    return f"http://{address}:{port}/"
+
+
 def allowed_host_names(host: str) -> frozenset[str] | None:
     """The names under which clients may ask a server that only this machine can reach; None, which
     is any name, for a server that others reach. A page in a browser of this machine can be made to
