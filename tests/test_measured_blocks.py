@@ -214,7 +214,7 @@ OFTEN = ("qwen3_5_text", "falcon_h1", "lfm2")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(confirm, "_blocks_by_key", {})
+    monkeypatch.setattr(confirm, "_measured_by_key", {})
 
 
 def run(mode="lora", text="", length=256):
@@ -379,12 +379,12 @@ def test_passes_are_measured_once(tmp_path, monkeypatch):
     shape = measured_shape(wide("lfm2"))
     step = step_of(shape, eval_batch=3)
     first = estimate_memory(run(), shape, BF16, step)
-    monkeypatch.setattr(confirm, "_blocks_by_key", {})  # as in another process
+    monkeypatch.setattr(confirm, "_measured_by_key", {})  # as in another process
     monkeypatch.setattr(blocks, "run_blocks", lambda *words, **options: pytest.fail("measured again"))
     assert estimate_memory(run(), shape, BF16, step) == first
     for file in (tmp_path / "cache" / "blocks").iterdir():
         file.write_text("[]x")
-    monkeypatch.setattr(confirm, "_blocks_by_key", {})
+    monkeypatch.setattr(confirm, "_measured_by_key", {})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         estimate_memory(run(), shape, BF16, step)
 

@@ -32,7 +32,7 @@ QWEN = "Qwen/Qwen3-4B"
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    monkeypatch.setattr(confirm, "_works_by_key", {})
+    monkeypatch.setattr(confirm, "_measured_by_key", {})
     return tmp_path
 
 
@@ -95,7 +95,7 @@ def test_what_was_counted_is_remembered_and_a_class_that_does_not_run_goes_by_wi
     config, shape = config_from_text(f"model: {{name: {QWEN}}}", name="x"), load_model_shape(QWEN)
     meter, step = BlockPassMeter(json.dumps(load_config_json(QWEN))), Step(1, 1, 64, checkpointed_layers=0)
     counted = meter(config, shape, HALF, step)
-    monkeypatch.setattr(confirm, "_works_by_key", {})
+    monkeypatch.setattr(confirm, "_measured_by_key", {})
     monkeypatch.setattr(confirm, "_import_module", lambda name: pytest.fail("counted again"))
     # no rows, no batch and no checkpointing changes it
     other = Step(8, 4, 2048, checkpointed_layers=None)

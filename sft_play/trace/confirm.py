@@ -9,7 +9,7 @@ code.
 import importlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from sft_play.data.masks.image_processor import ImageProcessorSource
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.machine.host import total_and_free_ram
-from sft_play.machine.software import load_or_measure
+from sft_play.machine.software import MeasuredT, load_or_measure
 from sft_play.models.config_json import (
     load_config_json,
     parse_model_shape,
@@ -30,7 +30,7 @@ from sft_play.models.config_json import (
     refuse_remote_code,
     text_only_note,
 )
-from sft_play.models.families import UnknownArchitecture
+from sft_play.models.families import UnknownArchitecture, wrapped_config
 from sft_play.models.shape import ModelShape, VisionPass, VisionShape, VisionWeights
 from sft_play.planner.batching import RowTokens
 from sft_play.planner.candidates import Candidate
@@ -285,6 +285,27 @@ def _measure(task: str, module_name: str, function: str, *words: Any, **options:
         return getattr(module, function)(*words, **options)
 
 
+# What this process has loaded or measured: a plan asks for it with every candidate.
+_measured_by_key: dict[str, Any] = {}
+
+
+def _load_once(
+    cache_name: str,
+    key_fields: Mapping[str, Any],
+    adapter: TypeAdapter[MeasuredT],
+    measure: Callable[[], MeasuredT],
+    *,
+    cacheable: bool = True,
+) -> MeasuredT:
+    key = json.dumps([cache_name, key_fields])
+    if key not in _measured_by_key:
+        _measured_by_key[key] = load_or_measure(
+            cache_name, key_fields, adapter, measure, cacheable=cacheable
+        )
+    measured: MeasuredT = _measured_by_key[key]
+    return measured
+
+
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, whose result is read from the cache if there is one; raises as that
     does."""
@@ -345,11 +366,6 @@ MIN_METERED_TOKENS = 64
 # Tokens of the two rows that run on the CPU.
 CPU_ROW_TOKENS = (64, 128)
 _BLOCKS_ADAPTER = TypeAdapter(list[MeasuredBlocks])
-_MODE_TEXTS: dict[BlockMode, str] = {
-    "kept": "forwards and backwards",
-    "recomputed": "with checkpointing",
-    "evaluated": "without gradients",
-}
 
 
 def load_planned_shape(
@@ -487,24 +503,17 @@ class BlockPassMeter(BlockMeter):
             casts_inputs=step.casts_inputs,
         )
         kind_indices = leading_blocks(shape.layer_order)
-        key_fields = {
-            "settings": settings.canonical_text(),
-            "places": kind_indices,
-            "work": WORK_VERSION,
-        }
-        key = json.dumps(key_fields)
-        if key not in _works_by_key:
-            _works_by_key[key] = load_or_measure(
-                "works",
-                key_fields,
-                _WORKS_ADAPTER,
-                lambda: _count_blocks(settings, len(kind_indices)),
-                cacheable=self.remote_code is None,
-            )
-        if not _works_by_key[key]:
+        works = _load_once(
+            "works",
+            {"settings": settings.canonical_text(), "places": kind_indices, "work": WORK_VERSION},
+            _WORKS_ADAPTER,
+            lambda: _count_blocks(settings, len(kind_indices)),
+            cacheable=self.remote_code is None,
+        )
+        if not works:
             return None
         # the last block of a kind that is counted: the first one has no input with a gradient
-        by_kind = dict(zip(kind_indices, _works_by_key[key], strict=True))
+        by_kind = dict(zip(kind_indices, works, strict=True))
         is_nf4 = config.tuning.mode == "qlora"
         return mean_work(
             (
@@ -532,7 +541,6 @@ WORK_VERSION = 3
 # Tokens of a row that is counted.
 COUNTED_TOKENS = 512
 _WORKS_ADAPTER = TypeAdapter(list[CountedWork])
-_works_by_key: dict[str, list[CountedWork]] = {}
 
 
 def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
@@ -566,25 +574,21 @@ class BlockMeasurement:
         if rows > batches[-1]:  # the next power of two, and the one before
             upper = 1 << (rows - 1).bit_length()
             batches = (upper // 2, upper)
-        key_fields = {
-            "settings": self.settings.canonical_text(),
-            "way": self.block_mode,
-            "places": self.kind_indices,
-            "accumulates": self.is_accumulating,
-            "batches": batches,
-            "length": length,
-            "blocks": BLOCKS_VERSION,
-        }
-        key = json.dumps(key_fields)
-        if key not in _blocks_by_key:
-            _blocks_by_key[key] = load_or_measure(
-                "blocks",
-                key_fields,
-                _BLOCKS_ADAPTER,
-                lambda: self.measure(batches, length),
-                cacheable=self.settings.code is None,
-            )
-        measured_batches = _blocks_by_key[key]
+        measured_batches = _load_once(
+            "blocks",
+            {
+                "settings": self.settings.canonical_text(),
+                "way": self.block_mode,
+                "places": self.kind_indices,
+                "accumulates": self.is_accumulating,
+                "batches": batches,
+                "length": length,
+                "blocks": BLOCKS_VERSION,
+            },
+            _BLOCKS_ADAPTER,
+            lambda: self.measure(batches, length),
+            cacheable=self.settings.code is None,
+        )
         next_measured = next(one for one in measured_batches if one.batch >= rows)
         if next_measured.batch == rows:
             return next_measured
@@ -598,7 +602,7 @@ class BlockMeasurement:
         logger.debug(
             "Measuring the blocks of the model's class, once: rows of %d tokens, %s",
             length,
-            _MODE_TEXTS[self.block_mode],
+            self.block_mode,
         )
         problem, measurements = "", [self]
         # a class may not take boundaries: then its rows are padded, as a run pads them
@@ -641,8 +645,7 @@ class BlockMeasurement:
 
     @property
     def _chunk_tokens(self) -> int:
-        inner = self.settings.model.get("text_config")
-        fields = (self.settings.model, inner if isinstance(inner, Mapping) else {})
+        fields = (self.settings.model, wrapped_config(self.settings.model))
         sizes = [part.get(name) for part in fields for name in _CHUNK_FIELDS]
         return max([MIN_CHUNK_TOKENS, *(size for size in sizes if isinstance(size, int))])
 
@@ -721,9 +724,6 @@ def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks
     )
 
 
-_blocks_by_key: dict[str, list[MeasuredBlocks]] = {}
-
-
 # --- vision towers --------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class VisionMeter:
@@ -748,34 +748,27 @@ class VisionMeter:
             on_gpu=step.on_gpu,
             capability=step.capability or (9, 0),
         )
-        key_fields = {
-            "settings": settings.canonical_text(),
-            "source": self.source.identity,
-            "size": self.size,
-            "trained": is_trained,
-            "vision": VISION_VERSION,
-        }
-        key = json.dumps(key_fields)
-        if key not in _passes_by_key:
-            _passes_by_key[key] = load_or_measure(
+        return _load_once(
+            "vision",
+            {
+                "settings": settings.canonical_text(),
+                "source": self.source.identity,
+                "size": self.size,
+                "trained": is_trained,
+                "vision": VISION_VERSION,
+            },
+            _PASS_ADAPTER,
+            lambda: _measure(
+                "Measuring a pass of the vision tower",
                 "vision",
-                key_fields,
-                _PASS_ADAPTER,
-                lambda: _measure(
-                    "Measuring a pass of the vision tower",
-                    "vision",
-                    "measure_picture",
-                    settings.model,
-                    settings,
-                    self.source,
-                    self.size,
-                    is_trained=is_trained,
-                ),
-            )
-        return _passes_by_key[key]
-
-
-_passes_by_key: dict[str, VisionPass] = {}
+                "measure_picture",
+                settings.model,
+                settings,
+                self.source,
+                self.size,
+                is_trained=is_trained,
+            ),
+        )
 
 
 def load_vision_shape(

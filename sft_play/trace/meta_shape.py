@@ -146,12 +146,11 @@ def measure_shape_on_meta(
 
 
 def measure_shape(
-    model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
+    model: Any, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
     """Read the shapes of a model from its modules. Raises ModelError without a token embedding or
     repeated blocks."""
-    embedding = _call_getter(model, "get_input_embeddings")
-    head = _call_getter(model, "get_output_embeddings")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
         raise ModelError(
@@ -275,10 +274,6 @@ def _measure_blocks(
             )
         measured.append(replace(kind, linears=tuple(linears)))
     return measured
-
-
-def _call_getter(model: nn.Module, getter: str) -> Any:
-    return getattr(model, getter)() if hasattr(model, getter) else None
 
 
 def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:

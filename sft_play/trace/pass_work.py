@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from sft_play.planner.pass_work import CountedWork, DirectionWork, PassWork
 from sft_play.trace import build
 from sft_play.trace.settings import StepSettings, TraceUnavailable
-from sft_play.trace.step import trace_context
+from sft_play.trace.step import hidden_states, trace_context
 
 # Operators that start no kernel, beside those that return a view, or no tensor.
 _ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")
@@ -146,9 +146,7 @@ def _count_block(
     block: Any, args: Any, kwargs: Any, *, parameters: Sequence[Any], dtype: str | None
 ) -> tuple[int, ...]:
     """Bytes and operators forwards and backwards, plain; the same compiled."""
-    states = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(states, torch.Tensor):
-        raise TraceUnavailable("a block's hidden states are not a tensor")
+    states = hidden_states(args[0] if args else kwargs.get("hidden_states"))
     hidden = states.detach().requires_grad_()
     args, kwargs = (
         ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})

@@ -806,7 +806,7 @@ class _BlockRecorder:
             self._close_block(self._peak_bytes)
             if self._start_bytes[layer]:
                 raise TraceUnavailable("the model calls a block more than once in a pass")
-            hidden = _hidden_states(args) if args else _hidden_states(kwargs.get("hidden_states"))
+            hidden = hidden_states(args) if args else hidden_states(kwargs.get("hidden_states"))
             self._start_bytes[layer], self._input_bytes[layer] = self._log.current, hidden.nbytes
             if layer == 0:
                 self._first_input = weakref.ref(hidden.untyped_storage())
@@ -830,7 +830,7 @@ class _BlockRecorder:
                 return
             self._close_block(self._peak_bytes)
             self._log.peak = self._log.current
-            hidden = _hidden_states(output)
+            hidden = hidden_states(output)
             if hidden.requires_grad:
                 hidden.register_hook(start_backward)
 
@@ -845,7 +845,8 @@ def _total_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(one.grad.nbytes for one in parameters if one.grad is not None)
 
 
-def _hidden_states(value: Any) -> torch.Tensor:
+def hidden_states(value: Any) -> torch.Tensor:
+    """The states among a block's arguments or results, of which they are the first."""
     while isinstance(value, tuple | list):
         value = value[0]
     if not isinstance(value, torch.Tensor):
