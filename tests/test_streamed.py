@@ -320,7 +320,7 @@ def test_auto_streams_where_nothing_else_fits_or_it_is_clearly_faster():
 
 def test_a_measured_bus_stays_beside_the_host_and_is_planned_with(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    host_speed.save_bus_rate("a card", 6e9, measured_by="a run")
+    host_speed.save_host_speed("a card", measured_by="a run", bus_bytes_per_s=6e9)
     assert host_speed.load_host_speeds()["a card"].operator_s == 0
     host_speed.save_host_speed("a card", 1e-5, measured_by="a run")
     known = host_speed.load_host_speeds()["a card"]

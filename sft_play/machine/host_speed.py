@@ -3,7 +3,6 @@ entry for each kind of device, in the cache beside the record of runs."""
 
 import contextlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,30 +31,19 @@ _SPEEDS_ADAPTER = TypeAdapter(dict[str, HostSpeed])
 
 
 def save_host_speed(
-    device: str, operator_s: float, *, measured_by: str, bus_bytes_per_s: float = 0.0
+    device: str, operator_s: float = 0.0, *, measured_by: str, bus_bytes_per_s: float = 0.0
 ) -> None:
-    """Keep a measurement of today in place of an earlier one, whose bus stays where it was not
-    measured again; a cache that cannot be written keeps none."""
-    if not 0 < operator_s < 1:  # a clock that stood still
+    """Keep a measurement of today in place of an earlier one, of which stays what was not measured
+    again, the host or the bus; a cache that cannot be written keeps none."""
+    is_host_measured = 0 < operator_s < 1  # not by a clock that stood still
+    if not is_host_measured and not bus_bytes_per_s:
         return
     today = datetime.now(UTC).date().isoformat()
     speeds = load_host_speeds()
-    if not bus_bytes_per_s and device in speeds:
-        bus_bytes_per_s = speeds[device].bus_bytes_per_s
-    speeds[device] = HostSpeed(device, operator_s, measured_by, today, bus_bytes_per_s)
-    _write_speeds(speeds)
-
-
-def save_bus_rate(device: str, bus_bytes_per_s: float, *, measured_by: str) -> None:
-    """Keep what was measured of the bus alone, beside what is known of the host."""
-    speeds = load_host_speeds()
-    today = datetime.now(UTC).date().isoformat()
     known = speeds.get(device, HostSpeed(device, 0.0, measured_by, today))
-    speeds[device] = replace(known, bus_bytes_per_s=bus_bytes_per_s)
-    _write_speeds(speeds)
-
-
-def _write_speeds(speeds: Mapping[str, HostSpeed]) -> None:
+    if is_host_measured:
+        known = replace(known, operator_s=operator_s, measured_by=measured_by, date=today)
+    speeds[device] = replace(known, bus_bytes_per_s=bus_bytes_per_s or known.bus_bytes_per_s)
     with contextlib.suppress(OSError):
         text = json.dumps({name: asdict(one) for name, one in speeds.items()}, indent=1)
         atomic.write(cache_dir() / HOST_SPEED_FILE, text + "\n")

@@ -23,7 +23,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
 from sft_play.log import one_line
-from sft_play.machine.host_speed import save_bus_rate
+from sft_play.machine.host_speed import save_host_speed
 from sft_play.planner.kernels import CountedKernels, groups_adapters
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
@@ -522,7 +522,9 @@ def _divide_weights(
         trainer.block_stream = stream_base(trainer.model, trainer.args.device)
         if job.plan.hardware.gpus and distributed.is_first():
             rate = measure_bus_rate(trainer.args.device)
-            save_bus_rate(job.plan.hardware.gpus[0].name, rate, measured_by="a run")
+            save_host_speed(
+                job.plan.hardware.gpus[0].name, measured_by="a run", bus_bytes_per_s=rate
+            )
             if warning := slow_bus_warning(job.plan, trainer.block_stream.host_bytes, rate):
                 logger.warning("%s", warning)
 
