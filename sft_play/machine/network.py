@@ -41,11 +41,8 @@ class NodeSetup:
 
 def is_host_address(text: str) -> bool:
     """True if a text can be a host: an IP address or a name."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return bool(_HOST_NAME.fullmatch(text)) and len(text) <= 253
-    return True
+    is_name = _HOST_NAME.fullmatch(text) is not None and len(text) <= 253
+    return is_name or _parse_address(text) is not None
 
 
 def resolve_addresses(host: str, port: int) -> list[str]:
@@ -77,9 +74,11 @@ def local_addresses() -> list[str]:
 
 def find_interface(address: str) -> str | None:
     """The network interface that has an address of this machine; None where none has it."""
-    interfaces, normalized = psutil.net_if_addrs(), _normalize_address(address)
+    interfaces, parsed = psutil.net_if_addrs(), _parse_address(address)
     for name, interface_addresses in interfaces.items():
-        if any(_normalize_address(item.address) == normalized for item in interface_addresses):
+        if parsed is not None and any(
+            _parse_address(item.address) == parsed for item in interface_addresses
+        ):
             return name
     return "lo" if is_loopback(address) and "lo" in interfaces else None
 
@@ -97,20 +96,17 @@ def route_address(host: str, port: int) -> str | None:
     return None
 
 
-def _normalize_address(address: str) -> str:
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    with contextlib.suppress(ValueError):
+        parsed = ipaddress.ip_address(text.partition("%")[0])
+        return getattr(parsed, "ipv4_mapped", None) or parsed
+    return None
 
 
 def is_loopback(address: str) -> bool:
     """True if an address means this machine wherever it is read."""
-    try:
-        return ipaddress.ip_address(_normalize_address(address)).is_loopback
-    except ValueError:
-        return False
+    parsed = _parse_address(address)
+    return parsed is not None and parsed.is_loopback
 
 
 def is_local(host: str) -> bool:
