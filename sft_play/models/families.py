@@ -283,13 +283,11 @@ def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[
         return None, {}
     if not isinstance(fields, Mapping):
         return "unknown method", {}
-    method = fields.get("quant_method") or "unknown method"
     is_bitsandbytes = any(
         fields.get(f"{prefix}load_in_{bits}bit") for prefix in ("", "_") for bits in (4, 8)
     )
-    if not fields.get("quant_method") and is_bitsandbytes:
-        method = "bitsandbytes"
-    return str(method), fields
+    default_method = "bitsandbytes" if is_bitsandbytes else "unknown method"
+    return str(fields.get("quant_method") or default_method), fields
 
 
 def require_causal_lm_config(config: object, *, name: str) -> None:
