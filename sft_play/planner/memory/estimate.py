@@ -15,9 +15,9 @@ from sft_play.planner.memory.model_states import (
     large_tensors,
     largest_tensor_elements,
     loads_by_unit,
-    nf4_bytes,
     paged_bytes,
     resident_bytes,
+    stored_block_bytes,
     vision_resident_bytes,
     weight_bytes,
 )
@@ -60,13 +60,11 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         units_bytes = [trained_itemsize * shape.embedding_table_params]
         adapted = not simulation.is_full
         for kind in shape.layers:
-            packed_sizes = kind.packable_sizes if simulation.is_nf4 else ()
             adapter_params = adapted * block_adapter_params(kind, config.tuning.lora)
-            plain_bytes = (
-                trained_itemsize * (kind.params - sum(packed_sizes))
+            units_bytes.append(
+                stored_block_bytes(kind, itemsize=trained_itemsize, is_nf4=simulation.is_nf4)
                 + adapter_itemsize * adapter_params
             )
-            units_bytes.append(plain_bytes + sum(map(nf4_bytes, packed_sizes)))
         temporary = max(units_bytes) + itemsize * largest_tensor_elements(shape)
         if simulation.step.on_gpu:
             return terms(resident.weights, resident.adapters, temporary)

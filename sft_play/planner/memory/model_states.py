@@ -3,7 +3,7 @@ optimizer states; and what a rank with a shard gathers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -389,12 +389,13 @@ def vision_resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -
 PLACES = 2
 
 
-def stored_block_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool) -> int:
-    """Bytes of a block's frozen weights as they are stored; in NF4 with their constants."""
-    if not is_nf4:
-        return itemsize * kind.params
-    packed = sum(map(nf4_bytes, kind.packable_sizes))
-    return packed + itemsize * (kind.params - sum(kind.packable_sizes))
+def stored_block_bytes(
+    kind: LayerKind, *, itemsize: int, is_nf4: bool, packed_bytes: Callable[[int], int] = nf4_bytes
+) -> int:
+    """Bytes of a block's weights as they are stored. In NF4 `packed_bytes` says what each packed
+    matrix takes: with its constants, unless they are kept elsewhere."""
+    packed_sizes = kind.packable_sizes if is_nf4 else ()
+    return sum(map(packed_bytes, packed_sizes)) + itemsize * (kind.params - sum(packed_sizes))
 
 
 def streamed_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
@@ -621,23 +622,22 @@ def build_gather_buffers(
     """The units of a model, `itemsize` bytes for what is gathered unpacked, with the adapters of
     `lora`, and the other fields. Of blocks that tensor-parallel ranks share, the gathered part is
     one rank's."""
+    # constants of packed weights are whole on every rank already; FSDP shards what is packed
+    # (`bnb_4bit_quant_storage`)
     unit_bytes = [
-        _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks
+        stored_block_bytes(
+            kind, itemsize=itemsize, is_nf4=is_nf4, packed_bytes=lambda size: -(-size // 2)
+        )
         for kind in shape.layers
     ]
+    if lora is not None:
+        unit_bytes = [
+            size + itemsize * block_adapter_params(kind, lora)
+            for size, kind in zip(unit_bytes, shape.layers, strict=True)
+        ]
     table_bytes = itemsize * shape.embedding_table_params
-    blocks = tuple(unit_bytes[index] for index in shape.layer_order)
+    blocks = tuple(unit_bytes[index] // tensor_parallel_ranks for index in shape.layer_order)
     return GatherBuffers(blocks, table_bytes * (not shape.tied), table_bytes, **fields)
-
-
-def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None) -> int:
-    adapters = 0 if lora is None else itemsize * block_adapter_params(kind, lora)
-    if not is_nf4:
-        return itemsize * kind.params + adapters
-    # constants are whole on every rank already; FSDP shards what is packed
-    # (`bnb_4bit_quant_storage`)
-    packed = sum(-(-elements // 2) for elements in kind.packable_sizes)
-    return packed + itemsize * (kind.params - sum(kind.packable_sizes)) + adapters
 
 
 def zero_bucket_bytes(
