@@ -34,7 +34,7 @@ from sft_play.planner.candidates import (
     lowest_memory_candidates,
     most_checkpointed_layers,
 )
-from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan, requested_layouts
 from sft_play.planner.explain import estimate_duration
 from sft_play.planner.kernels import LIGER_REPLACEMENTS
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, context_parallel_layouts, find_layouts
@@ -113,13 +113,9 @@ def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
     """The candidate that needs the least memory: far fewer are evaluated than for a plan. None
     where a plan would be refused."""
     with contextlib.suppress(ConfigError):
-        possible, _ = find_layouts(request.config, request.shape, request.hardware)
-        layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(
-            possible[:1]
-        )
-        if layouts:  # those that offload come last
-            inputs = build_plan_inputs(request, fp32_master_weights=False)
-            return first_fitting(lowest_memory_candidates(inputs, layouts))
+        layouts, _ = requested_layouts(request)  # those that offload come last
+        inputs = build_plan_inputs(request, fp32_master_weights=False)
+        return first_fitting(lowest_memory_candidates(inputs, layouts))
     return None
 
 

@@ -213,7 +213,7 @@ def check_plan_request(request: PlanRequest) -> None:
     """Run only the checks of `make_plan` that do not depend on row lengths, on a few candidates.
     Raises ConfigError."""
     _check_settings(request)
-    lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request)[0])
+    lowest_memory_candidates(build_plan_inputs(request), requested_layouts(request)[0])
 
 
 def _check_settings(request: PlanRequest) -> None:
@@ -231,7 +231,7 @@ def _check_settings(request: PlanRequest) -> None:
 def _evaluate_layouts(
     request: PlanRequest, inputs: PlanInputs
 ) -> tuple[PlanInputs, list[Candidate], tuple[ImpossibleLayout, ...]]:
-    layouts, impossible = _requested_layouts(request)
+    layouts, impossible = requested_layouts(request)
     inputs, candidates = evaluate_weight_updates(inputs, layouts)
     # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing
     # else fits
@@ -245,7 +245,9 @@ def _evaluate_layouts(
     return inputs, candidates, impossible
 
 
-def _requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
+def requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
+    """The layouts that a plan evaluates first, and those that cannot run the job. Raises
+    ConfigError where none can."""
     hardware = request.hardware
     possible, impossible = find_layouts(
         request.config, request.shape, hardware, named=request.named_layout
