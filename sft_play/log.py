@@ -278,6 +278,11 @@ class _LogFile(logging.FileHandler):
 
     _failed = False
 
+    def close(self) -> None:
+        """Take it out of the log, and close it."""
+        logging.getLogger().removeHandler(self)
+        super().close()
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Report that the file cannot be written; bugs of ours keep their traceback."""
         error = sys.exc_info()[1]

@@ -29,13 +29,13 @@ FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batc
 
 
 def settings(**train: object):
-    """The training settings of a run YAML that gives these numbers."""
+    """A run YAML that gives these numbers of training."""
     text = "".join(f"  {key}: {value}\n" for key, value in train.items())
-    return config_from_text("model: {name: x}\n" + (f"train:\n{text}" if text else ""), name="run.yaml").train
+    return config_from_text("model: {name: x}\n" + (f"train:\n{text}" if text else ""), name="run.yaml")
 
 
 def taken(train, config, ranks=2):
-    found = deepspeed.merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
+    found = deepspeed.apply_deepspeed_batch(train, config, ranks=ranks, name="theirs.json").train
     return found.batch_size, found.grad_accum, found.effective_batch_size
 
 
@@ -65,7 +65,7 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
 ])  # fmt: skip
 def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
     with pytest.raises(ConfigError) as error:
-        deepspeed.merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
+        deepspeed.apply_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
     assert all(word in str(error.value) for word in ["theirs.json: ", *words]), error.value
     assert "\n" not in str(error.value)
 
@@ -85,7 +85,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
         before = train.model_copy()
         try:
-            found = deepspeed.merge_deepspeed_batch(train, config, ranks=ranks, name="f")
+            found = deepspeed.apply_deepspeed_batch(train, config, ranks=ranks, name="f").train
         except ConfigError as error:
             refused += 1
             for line in str(error).splitlines():

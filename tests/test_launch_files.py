@@ -77,7 +77,8 @@ def test_what_is_written_is_read_back(tmp_path):
 
 def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
     path = tmp_path / "a.yaml"
-    write = lambda gpus, **more: write_accelerate_file(path, machine(gpus), mixed_precision="bf16", **more)  # noqa: E731
+    words = {"mixed_precision": "bf16", "nodes": NodeSetup()}
+    write = lambda gpus, **more: write_accelerate_file(path, machine(gpus), **words, **more)  # noqa: E731
     assert write(2) == write(2) != write(4) == path.read_text()
     path.write_text(path.read_text().replace("num_processes: 4", "num_processes: 3"))
     with pytest.raises(DataError, match=r"edited since make setup-accelerate wrote it.*FORCE=1"):
@@ -88,7 +89,7 @@ def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
     other = tmp_path / "b.yaml"
     other.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     with pytest.raises(DataError, match="or not written by it"):
-        write_accelerate_file(other, machine(2), mixed_precision="bf16")
+        write_accelerate_file(other, machine(2), **words)
 
 
 def test_machines_come_from_the_environment():

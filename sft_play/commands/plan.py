@@ -21,10 +21,9 @@ from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
 from sft_play.files import relative_to_cwd
-from sft_play.launch.deepspeed import keeps_params_on_gpu
+from sft_play.launch.deepspeed import apply_deepspeed_batch, keeps_params_on_gpu
 from sft_play.launch.planning import (
     MAX_CPU_PARAMS,
-    apply_deepspeed_batch,
     build_plan_request,
     common_layout,
     plan_request,

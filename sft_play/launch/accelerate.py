@@ -22,7 +22,7 @@ from sft_play.launch.deepspeed import ZERO_LAYOUTS
 from sft_play.launch.torchrun import rank_variables, read_nodes
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
-from sft_play.machine.network import NodeSetup, is_host_address
+from sft_play.machine.network import NodeSetup
 from sft_play.planner.layout import LayoutName
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
@@ -272,7 +272,6 @@ def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
 
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
-SINGLE_NODE = NodeSetup()
 
 
 def write_accelerate_file(
@@ -280,7 +279,7 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: str,
-    nodes: NodeSetup = SINGLE_NODE,
+    nodes: NodeSetup,
     gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> str:
@@ -322,9 +321,6 @@ def write_accelerate_file(
 
 def read_accelerate_nodes(environment: Mapping[str, str]) -> NodeSetup:
     """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the
-    command line. Raises ConfigError as `read_nodes` does, or where the address is none."""
+    command line. Raises ConfigError as `read_nodes` does."""
     values = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
-    nodes = read_nodes(values, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
-    if nodes.address is not None and not is_host_address(nodes.address):
-        raise ConfigError(f"MAIN_IP={one_line(nodes.address)} is not a host name or an IP address")
-    return nodes
+    return read_nodes(values, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from sft_play.config import yaml_io
 from sft_play.config.options import optimizer_options
-from sft_play.config.schema import DTYPE_ALIASES, RunConfig, TrainConfig
+from sft_play.config.schema import DTYPE_ALIASES, RunConfig
 from sft_play.config.yaml_io import format_value
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
@@ -171,17 +171,14 @@ BATCH_KEYS = {
 }
 
 
-def merge_deepspeed_batch(
-    train: TrainConfig,
-    config: DeepspeedConfig,
-    *,
-    ranks: int,
-    name: str = "the DeepSpeed configuration",
-) -> TrainConfig:
+def apply_deepspeed_batch(
+    config: RunConfig, deepspeed_config: DeepspeedConfig, *, ranks: int, name: str
+) -> RunConfig:
     """The run's settings with the batch of a translated configuration where the run YAML leaves it
     open (micro-batch and accumulation "auto", the effective batch not set). Raises ConfigError
     where numbers of the two contradict each other, or do not multiply over the data-parallel
     `ranks`; all of them at once."""
+    train = config.train
     source_texts = {
         "effective_batch_size": (
             f"train.effective_batch_size={train.effective_batch_size} (its default)"
@@ -190,7 +187,7 @@ def merge_deepspeed_batch(
     run_values, file_values, taken_values = {}, {}, {}
     problems = []
     for key, field_name in BATCH_KEYS.items():
-        value, file_value = getattr(train, field_name), config.get(key)
+        value, file_value = getattr(train, field_name), deepspeed_config.get(key)
         # the effective batch has a number as its default: it is given where the YAML or SET holds
         # it
         if value != AUTO and (
@@ -210,7 +207,7 @@ def merge_deepspeed_batch(
                 ' ("auto" here)'
             )
     if not file_values:
-        return train
+        return config
     micro_batch, grad_accum = (
         (run_values | taken_values).get(name) for name in ("batch_size", "grad_accum")
     )
@@ -226,7 +223,7 @@ def merge_deepspeed_batch(
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     logger.debug("%s gives, where the run YAML leaves it open: %s", name, taken_values)
-    return merged
+    return config.model_copy(update={"train": merged})
 
 
 SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
@@ -413,7 +410,7 @@ def fill_auto_values(
     plan_values: PlanValues,
     *,
     name: str = "the DeepSpeed configuration",
-    adam_obstacle: str | None = None,
+    adam_obstacle: str = "",
 ) -> DeepspeedConfig:
     """A translated configuration with every "auto" resolved. `adam_obstacle`: why DeepSpeed's own
     CPU Adam cannot run (`cpu_adam_obstacles`), so that torch's updates the offloaded states, more

@@ -41,12 +41,12 @@ from sft_play.launch.deepspeed import (
     SHORT_DTYPES,
     DeepspeedConfig,
     PlanValues,
+    apply_deepspeed_batch,
     cpu_adam_obstacles,
     deepspeed_layout,
     deepspeed_options,
     fill_auto_values,
     keeps_params_on_gpu,
-    merge_deepspeed_batch,
     read_deepspeed_file,
     shipped_deepspeed_config,
     translate_deepspeed_keys,
@@ -93,7 +93,6 @@ from sft_play.machine.visible_gpus import (
     find_unusable_accelerator,
 )
 from sft_play.models.config_json import load_config_json
-from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration, explain
 from sft_play.planner.advice import find_suggestions, make_advised_plan
 from sft_play.planner.backend import Backend, check_trackers, choose_backend
@@ -145,7 +144,7 @@ from sft_play.runs.lookup import (
     require_writable_output_dir,
 )
 from sft_play.text import format_size
-from sft_play.trace.confirm import BlockPassMeter, load_run_model_shape
+from sft_play.trace.confirm import BlockPassMeter, load_run_model_shape, trace_candidate
 from sft_play.training.job import measured_run
 
 # --- what a run is refused for before a library is loaded, in one list ----------------------------
@@ -395,20 +394,24 @@ def plan_request(
     request: PlanRequest, *, trace: bool = False, include_suggestions: bool = True
 ) -> Plan:
     """Plan what a request asks for, with the length of the run and, where asked for, a trace."""
-    config, planner, trace_candidate = request.config, make_plan, None
+    config, planner = request.config, make_plan
     if include_suggestions and request.resumed_batch is None:  # a resumed run's batch is fixed
         planner = make_advised_plan
-    if trace:
-        if config.plan.trace and request.shape.pass_meter is None:
-            # a trace imports the libraries that count a block anyway
-            model = load_config_json(config.model.name, revision=config.model.revision)
-            meter = BlockPassMeter(json.dumps(dict(model)))
-            shape = dataclasses.replace(request.shape, pass_meter=meter)
-            request = dataclasses.replace(request, shape=shape)
-        trace_candidate = functools.partial(_trace_candidate, config, request.shape)
+    if trace and config.plan.trace and request.shape.pass_meter is None:
+        # a trace imports the libraries that count a block anyway
+        model = load_config_json(config.model.name, revision=config.model.revision)
+        shape = dataclasses.replace(
+            request.shape, pass_meter=BlockPassMeter(json.dumps(dict(model)))
+        )
+        request = dataclasses.replace(request, shape=shape)
+
+    def trace_step(candidate: Candidate) -> TracePrediction:
+        model = load_config_json(config.model.name, revision=config.model.revision)
+        return trace_candidate(config, model, request.shape, candidate.precision, candidate)
+
     return planner(
         request,
-        trace_candidate=trace_candidate,
+        trace_candidate=trace_step if trace else None,
         estimate_run_length=functools.partial(_estimate_run_length, config, request.row_tokens),
     )
 
@@ -416,13 +419,6 @@ def plan_request(
 def has_eval(config: RunConfig) -> bool:
     """Whether evaluation batches run beside the training."""
     return config.data.val_fraction > 0 or has_held_out_file(config.data)
-
-
-def _trace_candidate(config: RunConfig, shape: ModelShape, candidate: Candidate) -> TracePrediction:
-    from sft_play.trace.confirm import trace_candidate
-
-    model = load_config_json(config.model.name, revision=config.model.revision)
-    return trace_candidate(config, model, shape, candidate.precision, candidate)
 
 
 def _estimate_run_length(
@@ -960,11 +956,11 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
         reduce=SHORT_DTYPES.get(mixed_precision.reduce),
         buffer=SHORT_DTYPES.get(mixed_precision.buffer),
     )
-    obstacle = None
-    if plan.choice.layout.offloads_states:
-        obstacle = "; ".join(cpu_adam_obstacles()) or None
     filled_config = fill_auto_values(
-        deepspeed_config, plan_values, name=request.deepspeed_name, adam_obstacle=obstacle
+        deepspeed_config,
+        plan_values,
+        name=request.deepspeed_name,
+        adam_obstacle="; ".join(cpu_adam_obstacles()),
     )
     return dataclasses.replace(plan, deepspeed=deepspeed_config), filled_config
 
@@ -993,14 +989,3 @@ def read_deepspeed_config(
             " them out"
         )
     return deepspeed_config, layout, name
-
-
-def apply_deepspeed_batch(
-    config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str
-) -> RunConfig:
-    """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
-    return config.model_copy(
-        update={
-            "train": merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
-        }
-    )

@@ -100,10 +100,8 @@ def launch_ranks(
     if request.is_supervised:  # what the agent says is said by the command that was typed
         environment[failures.COMMAND_VARIABLE] = "train"
     with sidecar, _write_launch_files(folder, loaded, launch_plan):
-        log_file = start_log_file(folder.log_path, buffer=log_buffer)
         # closed before the ranks write to it, or it is removed
-        logging.getLogger().removeHandler(log_file)
-        log_file.close()
+        start_log_file(folder.log_path, buffer=log_buffer).close()
         # by a request to stop before the ranks were started, or after they ended
         exit_code = Interrupted.exit_code
         try:
@@ -168,7 +166,6 @@ def _ranks_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> 
         threads_per_rank=threads,
         visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         nccl_timeout_s=timeout_s,
-        present_environment=os.environ,
     )
 
 

@@ -663,8 +663,7 @@ class RestartBudget:
         crash = pop_crash_record(folder) if self.limit else None
         if crash is None:
             return False
-        handler = start_log_file(folder.log_path)
-        try:
+        with contextlib.closing(start_log_file(folder.log_path)):
             if self.used == self.limit:
                 logger.error("MAX_RESTARTS=%d is used up: the run ends", self.limit)
                 return False
@@ -677,9 +676,6 @@ class RestartBudget:
                 crash,
                 resume_text,
             )
-        finally:
-            logging.getLogger().removeHandler(handler)
-            handler.close()
         entry = {"after": crash, "from_step": step, "number": self.used, "of": self.limit}
         folder.update_manifest(
             **{RESTARTS_ENTRY: [*folder.read_manifest().get(RESTARTS_ENTRY, []), entry]}

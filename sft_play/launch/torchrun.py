@@ -14,6 +14,7 @@ Kubernetes' PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod
 import contextlib
 import logging
 import math
+import os
 import re
 import shlex
 import sys
@@ -78,7 +79,7 @@ def torchrun_command(
     visible_gpus: str | None = None,
     python: str | None = None,
     nccl_timeout_s: float | None = None,
-    present_environment: Mapping[str, str] | None = None,
+    present_environment: Mapping[str, str] = os.environ,
 ) -> LaunchCommand:
     """Build the `torchrun` command for the ranks of this node, each a process that runs `sft-play`
     with `program_arguments`.
@@ -119,9 +120,8 @@ def torchrun_command(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(nccl_timeout_s))),
         }
-        present = present_environment or {}
         environment |= {
-            name: value for name, value in nccl_variables.items() if name not in present
+            name: value for name, value in nccl_variables.items() if name not in present_environment
         }
     # only node 0 listens at MASTER_PORT; the others connect to it
     is_listening = nodes.count > 1 and nodes.rank == 0
@@ -285,17 +285,17 @@ def read_nodes(
             f"{rank_name}={rank} is not one of {count_name}={count} (1 by default): ranks go from 0"
             f" to {count - 1}"
         )
+    if address is not None and not is_host_address(address):
+        raise ConfigError(
+            f"{address_name}={one_line(address)} is not a host name or an IP address; the port goes"
+            f" into {port_name}="
+        )
     if count == 1:
         return NodeSetup(1, 0, address, port)
     if rank is None or address is None:
         raise ConfigError(
             f"{count_name}={count} needs {rank_name}=0 to {count - 1} and {address_name}=, an"
             f" address at which the others reach node 0 (and {port_name}=, default {DEFAULT_PORT})"
-        )
-    if not is_host_address(address):
-        raise ConfigError(
-            f"{address_name}={one_line(address)} is not a host name or an IP address; the port goes"
-            f" into {port_name}="
         )
     return NodeSetup(count, rank, address, port or DEFAULT_PORT, values.get("EXPORTED", ""))
 

@@ -325,14 +325,6 @@ def output_dir(output: OutputConfig) -> Path:
     raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {problem}")
 
 
-def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
-    """The folder's name: as given, or the config's stem with the UTC time; raises RunFolderError
-    where the name could leave `output.dir`."""
-    if output.name is None:
-        return f"{config_run_name(config_path)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
-    return check_run_name(output.name, key="output.name")
-
-
 def config_run_name(path: Path) -> str:
     """What the names of a config's runs begin with where it names none."""
     return re.sub(r"[^\w.-]+", "-", path.stem).strip(".-") or "run"
@@ -360,13 +352,14 @@ def check_run_name(name: str, *, key: str) -> str:
 def new_run_folder(
     output: OutputConfig, *, config_path: Path, now: datetime | None = None
 ) -> RunFolder:
-    """The folder that a new run will have; nothing is written yet. Raises RunFolderError where the
-    name is refused, or the folder exists and `output.if_exists` is fail."""
-    path = output_dir(output) / run_name(
-        output, config_path=config_path, now=now or datetime.now(UTC)
-    )
+    """The folder that a new run will have, named as given, or by the config's stem and the UTC
+    time; nothing is written yet. Raises RunFolderError where the name is refused, or the folder
+    exists and `output.if_exists` is fail."""
     if output.name is None:
-        path = unused_path(path)
+        start_time = f"{now or datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        path = unused_path(output_dir(output) / f"{config_run_name(config_path)}-{start_time}")
+    else:
+        path = output_dir(output) / check_run_name(output.name, key="output.name")
     if not path.exists():
         return RunFolder(path)
     if output.if_exists == "fail":
@@ -429,8 +422,6 @@ def create_run(
     taken_message = (
         f"the run folder {folder.path} was created by another process in the meantime; start again"
     )
-    if folder.path.exists() and loaded.config.output.if_exists != "replace":
-        raise RunFolderError(taken_message)
     temporary_path = _make_temporary_folder(folder, makes_parents=True)
     try:
         temporary_path.chmod(0o755)  # mkdtemp lets only its user read it

@@ -321,9 +321,7 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
         contextlib.ExitStack() as stack,
     ):
         if distributed.is_first():
-            log_handler = start_log_file(job.folder.log_path)
-            stack.callback(log_handler.close)
-            stack.callback(logging.getLogger().removeHandler, log_handler)
+            stack.callback(start_log_file(job.folder.log_path).close)
         train_stage(
             job,
             prepared,

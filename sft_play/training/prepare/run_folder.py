@@ -80,7 +80,6 @@ def open_run_folder(
                 )
             raise
         finally:
-            logging.getLogger().removeHandler(log_handler)
             log_handler.close()
 
 
