@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.config.options import (
@@ -78,8 +78,8 @@ class KeyTable:
 
 @functools.cache
 def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
-    file = resources.files("sft_play.config").joinpath(file_name)
-    document = parse_yaml(file.read_text(encoding="utf-8"), name=file_name)
+    text = Path(__file__).with_name(file_name).read_text(encoding="utf-8")
+    document = parse_yaml(text, name=file_name)
     assert not document.problems, document.problems
     return document.data
 

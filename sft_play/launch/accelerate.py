@@ -63,8 +63,9 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
         return None
     if named_path:
         return Path(named_path).expanduser()
-    paths = (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment))
-    return next((path for path in paths if path.is_file()), None)
+    return next(
+        filter(Path.is_file, (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment))), None
+    )
 
 
 class AccelerateConfig(BaseModel):

@@ -222,18 +222,17 @@ def require_usable_hardware(
     if config.train.compile is True:
         require_inductor(hardware, environment)
     if config.model.attn_implementation == "flash_attention_2":
-        old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
-        obstacle = ""
         if not hardware.gpus:
-            obstacle = "flash_attention_2 has kernels for GPUs, and this run uses the CPU"
-        for gpu in old_gpus:
-            capability = ".".join(map(str, gpu.capability or ()))
-            obstacle = (
-                f"flash_attention_2 needs GPUs from Ampere on (8.0), and {gpu.name} has"
-                f" {capability}"
+            raise HardwareError(
+                "model.attn_implementation: flash_attention_2 has kernels for GPUs, and this run"
+                " uses the CPU; use auto"
             )
-        if obstacle:
-            raise HardwareError(f"model.attn_implementation: {obstacle}; use auto")
+        for gpu in hardware.gpus:
+            if gpu.capability and gpu.capability < (8, 0):
+                raise HardwareError(
+                    "model.attn_implementation: flash_attention_2 needs GPUs from Ampere on (8.0),"
+                    f" and {gpu.name} has {'.'.join(map(str, gpu.capability))}; use auto"
+                )
     if hardware.gpus:
         return require_compiler(hardware, environment)
     if config.train.device == "cpu":
@@ -847,16 +846,17 @@ def build_stage_request(
     plan_request = build_plan_request(
         config, hardware, layouts, is_stage=loaded.stage_name is not None, keeps_params=keeps_params
     )
-    request = StageRequest(
-        dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name
-    )
     resumed_compiled = None
     if previous is not None and previous.has_trained:
         resumed_compiled = previous.compiled
-    return request.with_changes(
+    plan_request = dataclasses.replace(
+        plan_request,
         resumed_batch=resumed_batch,
         resumed_updates=resumed_updates,
         resumed_compiled=resumed_compiled,
+    )
+    return StageRequest(
+        dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name
     )
 
 

@@ -29,7 +29,7 @@ from sft_play.launch.accelerate import (
     remove_accelerate_variables,
 )
 from sft_play.launch.deepspeed import are_numbers_equal
-from sft_play.launch.run_hardware import hide_gpus, restrict_to_device, select_hardware
+from sft_play.launch.run_hardware import hide_gpus, restrict_to_device, spread_hardware
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RankInfo,
@@ -109,13 +109,42 @@ class LaunchOptions:
     notes: tuple[str, ...] = ()
 
     def select_hardware(self, hardware: Hardware, *, is_one_node: bool = False) -> Hardware:
-        """This machine as the ranks will use it; with `is_one_node` the part of a single node.
-        Raises HardwareError where it has not the GPUs that are asked for."""
-        return select_hardware(
-            hardware,
-            gpus=self.gpus,
-            processes_per_node=self.processes_per_node,
-            node_count=1 if is_one_node else self.nodes.count,
+        """This machine as the ranks will use it: the GPUs of it that are named, several nodes like
+        it (with `is_one_node` a single one), or processes on its CPU. Raises HardwareError where it
+        has not the GPUs that are asked for."""
+        node_count = 1 if is_one_node else self.nodes.count
+        if not hardware.gpus:
+            if self.gpus:
+                raise HardwareError("GPUS= names GPUs, and this machine has none")
+            rank_count = (
+                self.processes_per_node or 2
+            ) * node_count  # 2: the fewest that are several
+            return replace(hardware, cpu_ranks=rank_count, nodes=node_count)
+        by_index = {gpu.index: gpu for gpu in hardware.gpus}
+        for index in self.gpus:
+            if index not in by_index:
+                raise HardwareError(
+                    f"GPUS= names {index}, and there are {', '.join(map(str, by_index))}"
+                )
+        chosen_gpus = [by_index[index] for index in self.gpus] or list(hardware.gpus)
+        if self.processes_per_node is not None and self.processes_per_node > len(chosen_gpus):
+            raise HardwareError(
+                f"NPROC={self.processes_per_node} and {len(chosen_gpus)} GPUs: one process uses one"
+                " GPU"
+            )
+        chosen_gpus = chosen_gpus[: self.processes_per_node]
+        # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
+        if len({gpu.name for gpu in chosen_gpus}) > 1:
+            kinds = ", ".join(f"GPU {gpu.index} is a {gpu.name}" for gpu in chosen_gpus)
+            raise HardwareError(
+                f"the GPUs differ, and a run takes GPUs of one kind ({kinds}); name GPUs that are"
+                f" alike: {hardware.format_gpu_choices(processes=self.processes_per_node)}"
+            )
+        # CUDA's default order is fastest first, which are not the GPUs of the plan
+        if len(hardware.gpu_groups) > 1:
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        return spread_hardware(
+            replace(hardware, gpus=tuple(chosen_gpus)), len(chosen_gpus) * node_count, node_count
         )
 
 
@@ -344,11 +373,9 @@ def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
     # other launchers' names as torchrun's, which torch reads
     os.environ.update(rank_variables(os.environ))
     os.environ.update(rendezvous_variables(os.environ, node_count=rank_info.node_count))
-    gpu_count = 0
-    if rank_info.run_folder is None and rank_info.local_world_size > 1:
-        gpu_count = len(restrict_to_device(config, detect_hardware()).gpus)
+    is_foreign_rank = rank_info.run_folder is None and rank_info.local_world_size > 1
     # another launcher shows each rank its own GPU alone: device 0, whatever the rank's number
-    if gpu_count == 1:
+    if is_foreign_rank and len(restrict_to_device(config, detect_hardware()).gpus) == 1:
         os.environ["LOCAL_RANK"] = "0"  # which torch and accelerate read
         rank_info = replace(rank_info, local_rank=0)
     choose_interface(rank_info, os.environ)

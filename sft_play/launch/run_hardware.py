@@ -1,4 +1,4 @@
-"""The machine as a run uses it: the GPUs that were named, one of them, or ranks that share a CPU;
+"""The machine as a run uses it: one GPU of it, or all those of its ranks, or ranks that share a CPU;
 or the CPU where it is asked for; and as the ranks that a launcher started see it. Beside it what
 libraries read of the machine when they are imported."""
 
@@ -47,47 +47,6 @@ def mesh_hardware(config: RunConfig, hardware: Hardware) -> Hardware:
         if hardware.named or mesh.ranks >= hardware.ranks
         else hardware.limit_gpus(mesh.ranks)
     )
-
-
-def select_hardware(
-    hardware: Hardware,
-    *,
-    gpus: Sequence[int] = (),
-    processes_per_node: int | None = None,
-    node_count: int = 1,
-) -> Hardware:
-    """This machine as the ranks will use it: these `gpus` of it by their numbers, several nodes
-    like it, or processes on its CPU. Raises HardwareError where it has not the GPUs that are asked
-    for."""
-    if not hardware.gpus:
-        if gpus:
-            raise HardwareError("GPUS= names GPUs, and this machine has none")
-        process_count = processes_per_node or 2  # the fewest that are several
-        return dataclasses.replace(hardware, cpu_ranks=process_count * node_count, nodes=node_count)
-    by_index = {gpu.index: gpu for gpu in hardware.gpus}
-    for index in gpus:
-        if index not in by_index:
-            raise HardwareError(
-                f"GPUS= names {index}, and there are {', '.join(map(str, by_index))}"
-            )
-    chosen_gpus = [by_index[index] for index in gpus] or list(hardware.gpus)
-    if processes_per_node is not None and processes_per_node > len(chosen_gpus):
-        raise HardwareError(
-            f"NPROC={processes_per_node} and {len(chosen_gpus)} GPUs: one process uses one GPU"
-        )
-    chosen_gpus = chosen_gpus[:processes_per_node]
-    # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
-    if len({gpu.name for gpu in chosen_gpus}) > 1:
-        kinds = ", ".join(f"GPU {gpu.index} is a {gpu.name}" for gpu in chosen_gpus)
-        raise HardwareError(
-            f"the GPUs differ, and a run takes GPUs of one kind ({kinds}); name GPUs that are"
-            f" alike: {hardware.format_gpu_choices(processes=processes_per_node)}"
-        )
-    # CUDA's default order is fastest first, which are not the GPUs of the plan
-    if len(hardware.gpu_groups) > 1:
-        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    machine = dataclasses.replace(hardware, gpus=tuple(chosen_gpus))
-    return spread_hardware(machine, len(chosen_gpus) * node_count, node_count)
 
 
 def spread_hardware(
