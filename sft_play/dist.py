@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from pydantic import Field, ValidationError
 from safetensors.torch import save_file
 
@@ -209,8 +210,6 @@ def get_accelerator(
     DeepSpeed accelerate runs instead, with a warning. A second call replaces the accelerator of the
     first. The settings are its attribute `dist_config`. Raises ConfigError: the settings are wrong
     or contradictory, or differ over ranks, or a launcher started too few of these."""
-    from accelerate.state import AcceleratorState, GradientState
-
     refuse_too_few_processes(os.environ)
     best_precision = _best_precision()
     if best_precision == "no":
@@ -251,7 +250,6 @@ def _best_precision() -> str:
 def _new_accelerator(
     settings: DistConfig, precision: str, deepspeed: dict[str, Any], *, on_cpu: bool
 ) -> Any:
-    from accelerate.state import PartialState
     from accelerate.utils import (
         DeepSpeedPlugin,
         DistributedDataParallelKwargs,

@@ -16,7 +16,6 @@ from sft_play.commands.request import (
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import EVENT_FILES, PruneResult, prune, select_prunable
 from sft_play.launch import tensorboard
-from sft_play.launch.tensorboard import TensorBoardServer
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.text import format_size, plural
@@ -34,7 +33,7 @@ def run_boards(request: Request) -> CommandResult:
         ](request)
 
 
-def _start_page(request: Request) -> TensorBoardServer:
+def _start_page(request: Request) -> tensorboard.TensorBoardServer:
     base, logdir = request_output_dir(request), _logdir(request)
     server, message = tensorboard.start_server(
         logdir,
@@ -133,7 +132,7 @@ def _logdir(request: Request) -> Path:
     return resolve_run(base, request.run).tensorboard_path if request.run else base
 
 
-def _servers_inside(folder: Path) -> list[TensorBoardServer]:
+def _servers_inside(folder: Path) -> list[tensorboard.TensorBoardServer]:
     return [
         server
         for server in tensorboard.running_servers()
@@ -141,5 +140,5 @@ def _servers_inside(folder: Path) -> list[TensorBoardServer]:
     ]
 
 
-def _server_fields(server: TensorBoardServer) -> dict[str, object]:
+def _server_fields(server: tensorboard.TensorBoardServer) -> dict[str, object]:
     return {name: getattr(server, name) for name in ("page", "logdir", "host", "port", "pid")}

@@ -89,13 +89,11 @@ def _eval(request: Request) -> CommandResult:
 
 
 def _ship(request: Request) -> CommandResult:
-    if request.replay is not None:
-        from sft_play.finished.ship import replay_verdict
+    from sft_play.finished.ship import SHIP_ROWS, refuse_few_rows, replay_verdict
 
+    if request.replay is not None:
         return command_result(replay_verdict(request.replay))
     finished = find_request_run(request)
-    from sft_play.finished.ship import SHIP_ROWS, refuse_few_rows
-
     max_rows = request.limit or SHIP_ROWS
     if refused := refuse_few_rows(finished, max_rows):
         return command_result(refused)

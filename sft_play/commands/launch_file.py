@@ -20,7 +20,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,7 @@ def _write_job(request: Request) -> CommandResult:
     return CommandResult(fields, lines, is_written_to_out=False)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SchedulerJob:
     """What is to be started, and where. `words` follow the config in the command line of
     `sft-play train-distributed`."""
@@ -156,7 +155,7 @@ class SchedulerJob:
     bucket: str
     venv: str | None = None
     # Files and folders of this machine that the run reads, by their names in the config.
-    local: Mapping[str, Path] = field(default_factory=dict)
+    local: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     # Of Hugging Face Jobs: the machine, what pip installs there, and the folder of its code.
     flavor: str | None = None
     package: str = f"sft-play[cuda]=={__version__}"

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -194,7 +193,7 @@ def _render_rows(
     return stats
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RenderedFile:
     """What was written of one split; the whole rows, before max_seq_len cuts them."""
 
@@ -257,7 +256,7 @@ class RenderedFile:
 # --- preview --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Preview(Answer):
     """Examples to look at, and the page that shows them."""
 

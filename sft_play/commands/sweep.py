@@ -16,7 +16,6 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +63,7 @@ CellState = Literal["new", "begun", "finished", "does_not_fit", "failed", "stopp
 _STATE_TEXTS = {"does_not_fit": "does not fit", "failed": "failed", "stopped": "was stopped"}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SweepCell:
     """One combination, read, checked and planned."""
 
@@ -277,7 +276,7 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
 # --- trained --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SweepResult(Answer):
     """What became of every cell, and the comparison of those that are finished, of two or more."""
 

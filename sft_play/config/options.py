@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from sft_play.config import schema
 from sft_play.config.schema import (
     EXTERNAL_NAMES,
     HUB_KERNEL_PATTERN,
@@ -23,6 +22,7 @@ from sft_play.config.schema import (
     ExternalNames,
     RunConfig,
     Section,
+    TrainConfig,
 )
 from sft_play.config.yaml_io import nest_values
 
@@ -230,7 +230,7 @@ class OptimizerOption:
 def optimizer_options() -> tuple[OptimizerOption, ...]:
     """The table, in the order of the schema."""
     options = []
-    for name, field in schema.TrainConfig.model_fields.items():
+    for name, field in TrainConfig.model_fields.items():
         metadata: Any = field.json_schema_extra
         if EXTERNAL_NAMES in metadata:
             options.append(OptimizerOption(name, field.default, metadata[EXTERNAL_NAMES]))

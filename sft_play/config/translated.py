@@ -12,14 +12,6 @@ import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.options import all_options, find_option, option_accepts, sections
-from sft_play.config.other_tools import (
-    ForeignKey,
-    KeyTranslation,
-    KnownKey,
-    OtherTool,
-    format_key_value,
-    merge_keys,
-)
 from sft_play.config.validation import find_unknown_keys, read_config, validate
 from sft_play.config.yaml_io import (
     JsonValue,
@@ -35,7 +27,7 @@ from sft_play.config.yaml_io import (
 )
 from sft_play.errors import ConfigError
 
-_UNKNOWN_KEY = KnownKey(explanation="there is no such option here")
+_UNKNOWN_KEY = other_tools.KnownKey(explanation="there is no such option here")
 _REMOVE_ADVICE = re.compile(r"[:,;]? ?remove it$")
 # Words beside a setting that say that it is not all that was asked for.
 _PARTIAL_WORDS = re.compile(r"\bnot\b|longest|together|with tuning")
@@ -45,7 +37,7 @@ _PARTIAL_WORDS = re.compile(r"\bnot\b|longest|together|with tuning")
 class Translation:
     """Our settings by path, and what is not taken, with the reason."""
 
-    tool: OtherTool
+    tool: other_tools.OtherTool
     settings: dict[str, JsonValue]
     left_out_keys: list[tuple[str, str]] = field(default_factory=list)
 
@@ -108,7 +100,7 @@ def translate_file(
                 f"{name}: {dotted_path(key.path)}: {format_value(key.value)}:"
                 f" {key.translation.explanation}; nothing is written"
             )
-    keys = merge_keys([*keys, *_default_keys(result.tool, keys)])
+    keys = other_tools.merge_keys([*keys, *_default_keys(result.tool, keys)])
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
     for key in sorted(
         keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())
@@ -152,7 +144,9 @@ def _move_shared_data_keys(document: YamlDocument) -> None:
         ]
 
 
-def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:
+def _same_named_keys(
+    document: YamlDocument, result: Translation
+) -> Iterator[other_tools.ForeignKey]:
     """Take values at paths that are ours too: as settings where our option accepts them, else yield
     them as keys."""
     for path in [*all_options(), *filter(None, sections())]:
@@ -168,13 +162,13 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
         if known_key is not None:
             translation = other_tools.translate_value(known_key, value)
         elif path in all_options():
-            translation = KeyTranslation(
+            translation = other_tools.KeyTranslation(
                 explanation=f"expected {all_options()[path].accepted_values}"
             )
-        yield ForeignKey(key_path, value, None, translation)
+        yield other_tools.ForeignKey(key_path, value, None, translation)
 
 
-def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
+def _data_set_keys(keys: Sequence[other_tools.ForeignKey]) -> Iterator[other_tools.ForeignKey]:
     """Yield what is said of each data set that is trained on (a split, columns) as keys of their
     own."""
     for key in keys:
@@ -200,13 +194,15 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
                         for part in (entry, rest)
                     )
                     if settings and settings == settings_without:
-                        translation = KeyTranslation(
+                        translation = other_tools.KeyTranslation(
                             explanation="it changes nothing that is read here"
                         )
-                yield ForeignKey((*entry_path, *inner_path), value, None, translation)
+                yield other_tools.ForeignKey((*entry_path, *inner_path), value, None, translation)
 
 
-def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
+def _default_keys(
+    tool: other_tools.OtherTool, keys: Sequence[other_tools.ForeignKey]
+) -> Iterator[other_tools.ForeignKey]:
     """Yield the tool's defaults as keys, without the options that the file speaks of, whether they
     were taken or not; the mode follows from several keys, named and not."""
     # A default stays out where the file has its key (in whatever section), or any key of ours or
@@ -224,14 +220,14 @@ def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[Forei
         known_key = (
             tool.known_keys.get(name)
             or other_tools.find_known_key(tuple(name.split(".")))
-            or KnownKey(paths[0] if len(paths) == 1 else "")
+            or other_tools.KnownKey(paths[0] if len(paths) == 1 else "")
         )
         translation = (
             other_tools.parse_translation(value)
             if isinstance(value, dict)
             else other_tools.translate_value(known_key, value)
         )
-        key = ForeignKey((name,), value, None, translation, is_default=True)
+        key = other_tools.ForeignKey((name,), value, None, translation, is_default=True)
         is_in_file = name.rpartition(".")[2] in names or not options.isdisjoint(
             key.settings.keys() - {"tuning.mode"}
         )
@@ -240,10 +236,10 @@ def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[Forei
             yield key
 
 
-def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> None:
+def _apply_key(key: other_tools.ForeignKey, document: YamlDocument, result: Translation) -> None:
     """Take the settings of a key that our options accept; say what is not taken, or taken in
     another way."""
-    if key.translation == KeyTranslation():
+    if key.translation == other_tools.KeyTranslation():
         return
     values = (
         (path, _dependent_value(path, value, result.settings))
@@ -270,13 +266,13 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
         return
     result.left_out_keys.append(
         (
-            f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})",
+            f"{dotted_path(key.path)} ({other_tools.format_key_value(key, raw_text)})",
             reason or _UNKNOWN_KEY.explanation,
         )
     )
 
 
-def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
+def _apply_default(key: other_tools.ForeignKey, result: Translation, row_format: str) -> None:
     """Take a default of the tool where it is not ours too; a default of adapters only where new
     ones are trained."""
     is_idle = result.settings.get("tuning.mode") == "full" or "model.adapter" in result.settings

@@ -21,8 +21,13 @@ from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
-from sft_play.diagnose import doctor
-from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
+from sft_play.diagnose.doctor import (
+    DoctorReport,
+    PlannedRun,
+    disk_findings,
+    format_findings,
+    has_local_weights,
+)
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.launch.planning import plan_run, refusals, require_usable_hardware
 from sft_play.launch.request import LaunchOptions
@@ -37,7 +42,7 @@ from sft_play.models.config_json import (
     load_max_positions,
     require_available_model,
 )
-from sft_play.planner.backend import check_trackers
+from sft_play.planner.backend import check_trackers, choose_backend
 from sft_play.planner.batching import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.waiting import importing, report_wait
@@ -255,7 +260,7 @@ class _RunChecks:
         folder = find_model_folder(name)
         if folder is None:
             require_available_model(name, revision=self._config.model.revision)
-            if not doctor.has_local_weights(self._config) and not is_hub_reachable():
+            if not has_local_weights(self._config) and not is_hub_reachable():
                 problem = (
                     f"the weights of {name} are not in the local cache,"
                     " and the hub cannot be reached"
@@ -497,7 +502,6 @@ class _RunChecks:
         if self._tokenizer is None or self._planned_run is None:
             yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
-        from sft_play.planner.backend import choose_backend
         from sft_play.training.model.model_loading import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.tokenizer import added_token_rows
@@ -525,4 +529,4 @@ class _RunChecks:
         elif run is None:
             yield skip_finding("disk", "not without a memory plan; see there")
         else:
-            yield from doctor.disk_findings(run.config, run.shape, run.plan, LaunchOptions())
+            yield from disk_findings(run.config, run.shape, run.plan, LaunchOptions())

@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
-from sft_play.process.failures import Failure
 from sft_play.process.signals import (
     STOP_SIGNALS,
     StopSignals,
@@ -66,7 +65,7 @@ class RankExit:
     pid: int
     exit_code: int
     time: float
-    failure: Failure | None = None
+    failure: failures.Failure | None = None
     step: str = ""
     stack: str = ""
 

@@ -26,7 +26,6 @@ from typing import Any, Literal
 from sft_play.config import yaml_io
 from sft_play.config.options import optimizer_options
 from sft_play.config.schema import DTYPE_ALIASES, RunConfig
-from sft_play.config.yaml_io import format_value
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan, batch_product_problem, is_single_rank_batch
@@ -273,11 +272,14 @@ def translate_deepspeed_keys(
                     continue
                 new_path, value = f"{new}.device", "cpu" if value else "none"
             logger.debug(
-                "DeepSpeed: %s is an old key, read as %s: %s", path, new_path, format_value(value)
+                "DeepSpeed: %s is an old key, read as %s: %s",
+                path,
+                new_path,
+                yaml_io.format_value(value),
             )
             if values.setdefault(new_path, value) != value:
                 problems.append(
-                    f"{path} (an old key) and {new_path}: {format_value(values[new_path])}"
+                    f"{path} (an old key) and {new_path}: {yaml_io.format_value(values[new_path])}"
                     " disagree; keep one"
                 )
     for path in values:
@@ -295,12 +297,12 @@ def translate_deepspeed_keys(
         for path, value in values.items():
             if path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params"):
                 if value != {}:
-                    problems.append(f"{path}: {format_value(value)} is not a section")
+                    problems.append(f"{path}: {yaml_io.format_value(value)} is not a section")
                 continue
             for pattern, is_valid, expected in _VALUE_CHECKS:
                 if re.fullmatch(pattern, path) and value != AUTO and not is_valid(value):
                     problems.append(
-                        f"{path}: {format_value(value)} is not valid; expected {expected}"
+                        f"{path}: {yaml_io.format_value(value)} is not valid; expected {expected}"
                     )
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in dict.fromkeys(problems)))
@@ -450,7 +452,7 @@ def fill_auto_values(
         value = values.pop(path)
         if value != AUTO and path != "scheduler.type":
             problems.append(
-                f"{path}: {format_value(value)}: the run YAML has the schedule"
+                f"{path}: {yaml_io.format_value(value)}: the run YAML has the schedule"
                 " (train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its"
                 ' numbers to "auto"'
             )
@@ -474,7 +476,7 @@ def fill_auto_values(
 def _set_value(values: dict[str, Any], path: str, value: Any, reason: str) -> None:
     if values.get(path) != value:
         values[path] = value
-        logger.debug("DeepSpeed: %s → %s (%s)", path, format_value(value), reason)
+        logger.debug("DeepSpeed: %s → %s (%s)", path, yaml_io.format_value(value), reason)
 
 
 def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
@@ -538,8 +540,8 @@ def _drop_optimizer(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
     optimizer_type = block.pop("optimizer.type", AUTO)
     if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
         yield (
-            f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the"
-            " run YAML chooses"
+            f"optimizer.type: {yaml_io.format_value(optimizer_type)} is not supported; train.optim"
+            " of the run YAML chooses"
         )
     for path, value in block.items():
         # torch_adam chooses between implementations of the same update
@@ -555,8 +557,8 @@ def _drop_optimizer(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
         source, planned = planned_options.get(path, ("the run YAML's optimizer, which has", None))
         if not are_numbers_equal(value, planned):
             yield (
-                f"{path}: {format_value(value)} contradicts {source}: {format_value(planned)}; set"
-                ' it to "auto"'
+                f"{path}: {yaml_io.format_value(value)} contradicts {source}:"
+                f' {yaml_io.format_value(planned)}; set it to "auto"'
             )
 
 

@@ -19,7 +19,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
-from functools import partial
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
@@ -99,7 +98,6 @@ from sft_play.planner.backend import Backend, check_trackers, choose_backend
 from sft_play.planner.batching import BatchPlan, RowTokens
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.decide import PlanRequest, check_plan_request, make_plan
-from sft_play.planner.explain import fit_line, plan_warnings
 from sft_play.planner.kernels import require_attention_package
 from sft_play.planner.layout import (
     DEEPSPEED_LAYOUTS,
@@ -172,12 +170,13 @@ def refusals(
             are.
     """
     checks: list[Callable[[], object]] = [
-        partial(require_capable_machine, stage_run.config, hardware) for stage_run in loaded.runs
+        functools.partial(require_capable_machine, stage_run.config, hardware)
+        for stage_run in loaded.runs
     ]
     if makes_folder:
-        checks.append(partial(_require_writable_folder, loaded, hardware))
+        checks.append(functools.partial(_require_writable_folder, loaded, hardware))
     checks += [
-        partial(_require_readable_rows, stage_run, needs_rows=needs_rows)
+        functools.partial(_require_readable_rows, stage_run, needs_rows=needs_rows)
         for stage_run in loaded.runs
     ]
     if plans is not None:
@@ -186,7 +185,9 @@ def refusals(
             folder = new_run_folder(output, config_path=loaded.path)
             if is_resume(folder, output):
                 resumed_folder = folder
-        checks.append(partial(require_gpus_and_disk, loaded, hardware, plans, resumed_folder))
+        checks.append(
+            functools.partial(require_gpus_and_disk, loaded, hardware, plans, resumed_folder)
+        )
     for check in checks:
         try:
             check()
@@ -458,8 +459,8 @@ def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) ->
     ]
     for line in details:
         logger.log(logging.INFO if line in visible_lines else logging.DEBUG, "%s", line)
-    logger.info("%s%s", stage_prefix, fit_line(plan, config))
-    for warning in plan_warnings(plan, config):
+    logger.info("%s%s", stage_prefix, explain.fit_line(plan, config))
+    for warning in explain.plan_warnings(plan, config):
         logger.warning("%s%s", stage_prefix, warning)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

@@ -1,5 +1,5 @@
-"""The machine as a run uses it: one GPU of it, or all those of its ranks, or ranks that share a CPU;
-or the CPU where it is asked for; and as the ranks that a launcher started see it. Beside it what
+"""The machine as a run uses it: one GPU of it, those of its ranks, or ranks that share a CPU; or
+the CPU where it is asked for; and as the ranks that a launcher started see it. Beside it what
 libraries read of the machine when they are imported."""
 
 import dataclasses

@@ -27,7 +27,7 @@ from sft_play.process import signals
 from sft_play.process.waiting import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import WRITER
-from sft_play.training.job import record_measurements
+from sft_play.training.job import build_run_job, record_measurements
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,6 @@ def train_in_process(
         # asks the driver, so that nothing is loaded for a GPU that is refused
         check_rank_gpu(plan, rank_info)
     with importing():
-        from sft_play.training.job import build_run_job
         from sft_play.training.run import run_training
 
     timeout_s, lock_role = loaded.config.distributed.timeout_s, None
