@@ -144,11 +144,11 @@ def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for():
 def test_a_torch_without_cuda_stops_a_start_on_gpus(config, monkeypatch):
     loaded = SimpleNamespace(config=config(), runs=())
     gpus = replace(parse_hardware("1xL4"), named=False)
-    monkeypatch.setattr(planning, "torch_cuda_version", lambda: None)
+    monkeypatch.setattr(planning, "torch_build_version", lambda _: None)
     with pytest.raises(HardwareError, match="the driver shows NVIDIA L4, but torch"):
         planning.require_gpus_and_disk(loaded, gpus, [])
     planning.require_gpus_and_disk(loaded, CPU, [])
-    monkeypatch.setattr(planning, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr(planning, "torch_build_version", lambda _: "13.0")
     planning.require_gpus_and_disk(loaded, gpus, [])
 
 

@@ -15,7 +15,7 @@ from sft_play.diagnose import machine_pages
 from sft_play.errors import HardwareError
 from sft_play.machine import gpu_catalog, host
 from sft_play.machine.hardware import detect_hardware, parse_hardware
-from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
+from sft_play.machine.software import installed_version, nccl_package, torch_build_version
 from sft_play.text import GIB, MIB
 from tests.conftest import ROOT
 from tests.fake_nvml import H200, FakeGpu, FakeNvml
@@ -480,7 +480,7 @@ def test_a_machine_without_a_gpu_has_none(bare, monkeypatch, tmp_path):
 def test_versions_are_read_without_importing(monkeypatch):
     assert installed_version("pydantic")
     assert installed_version("no-such-distribution") is None
-    assert torch_cuda_version() is None or torch_hip_version() is None
+    assert torch_build_version("cuda") is None or torch_build_version("hip") is None
     asked = {"nvidia-nccl-cu12": "2.27.5"}
     monkeypatch.setattr("sft_play.machine.software.installed_version", asked.get)
     assert nccl_package() == ("nvidia-nccl-cu12", "2.27.5")

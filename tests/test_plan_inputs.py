@@ -337,13 +337,13 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
         monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.planning.require_compiler", lambda *_: None)
     monkeypatch.setattr("sft_play.launch.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("sft_play.launch.planning.torch_cuda_version", lambda: None)
+    monkeypatch.setattr("sft_play.launch.planning.torch_build_version", lambda _: None)
     more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
     code, said = command(verb, "--config", str(small_run), *more)
     assert (code, "the driver shows NVIDIA RTX 3090, but torch" in said) == (2, True), said
     code, said = command("plan", "--config", str(small_run))
     assert (code, "a run here would stop: the driver shows" in said, "make train" in said) == (0, True, False)
-    monkeypatch.setattr("sft_play.launch.planning.torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr("sft_play.launch.planning.torch_build_version", lambda _: "13.0")
     code, said = command("plan", "--config", str(small_run))
     assert (code, "would stop" in said, "make train" in said) == (0, False, True), said
 

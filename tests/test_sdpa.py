@@ -127,7 +127,7 @@ def test_the_table_is_pytorch_s_dispatch():
     (None, {}, ((13, 0), 92000)),  # a build for CPUs: the plan is for another machine
 ])  # fmt: skip
 def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, packages, found):
-    monkeypatch.setattr(software, "torch_cuda_version", lambda: built)
+    monkeypatch.setattr(software, "torch_build_version", lambda _: built)
     monkeypatch.setattr(software, "installed_version", packages.get)
     assert software.cuda_libraries() == CudaLibraries(*found)
 

@@ -47,7 +47,7 @@ from sft_play.machine.software import (
     LINEAR_ATTENTION_PACKAGE,
     kernel_package_problem,
     nccl_package,
-    torch_cuda_version,
+    torch_build_version,
 )
 from sft_play.models.config_json import find_model_folder
 from sft_play.models.shape import ModelShape
@@ -109,7 +109,7 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
         hostname=socket.gethostname(),
         versions=versions,
         requirements=requirements,
-        torch_cuda=torch_cuda_version(),
+        torch_cuda=torch_build_version("cuda"),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,

@@ -22,12 +22,7 @@ from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
 from sft_play.machine.host_speed import load_host_speeds
-from sft_play.machine.software import (
-    installed_version,
-    nccl_package,
-    torch_cuda_version,
-    torch_hip_version,
-)
+from sft_play.machine.software import installed_version, nccl_package, torch_build_version
 from sft_play.machine.visible_gpus import find_unusable_accelerator, torch_build_text
 from sft_play.planner.plan import device_budget_bytes
 from sft_play.process.failures import RUN_VARIABLE
@@ -95,8 +90,8 @@ def read_machine_info(
         # None: not installed
         "software": {
             "torch": installed_version("torch"),
-            "torch_cuda": torch_cuda_version(),
-            "torch_hip": torch_hip_version(),
+            "torch_cuda": torch_build_version("cuda"),
+            "torch_hip": torch_build_version("hip"),
             "nccl": nccl_version,
             "nccl_package": nccl_name,
         },

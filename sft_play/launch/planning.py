@@ -84,7 +84,7 @@ from sft_play.machine.software import (
     LIGER_PACKAGE,
     cuda_libraries,
     missing_kernel_packages,
-    torch_cuda_version,
+    torch_build_version,
 )
 from sft_play.machine.visible_gpus import (
     CPU_HINT,
@@ -277,7 +277,8 @@ def require_gpus_and_disk(
     once, beside those that the `folder` of a resumed run has."""
     if hardware.named:
         return
-    if hardware.gpus and torch_cuda_version() is None:  # each rank would find it, after its imports
+    # each rank would find it, after its imports
+    if hardware.gpus and torch_build_version("cuda") is None:
         raise HardwareError(
             explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA")
         )

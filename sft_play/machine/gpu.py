@@ -77,9 +77,9 @@ class MigInstance:
 
     uuid: str
     profile: str
-    total_bytes: int | None
-    used_bytes: int | None
-    free_bytes: int | None
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
     card: str | None = None
 

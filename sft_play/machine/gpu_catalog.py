@@ -76,10 +76,6 @@ def driver_reserve_bytes(driver_bytes: int) -> int:
     return 350 * MIB + driver_bytes // 200
 
 
-_GIGA = 1e9
-_TERA = 1e12
-
-
 def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogEntry:
     """An entry of a line of the file, which has `memory`: GB on the box, nvidia-smi's MiB, torch's
     MiB; `dense`: a data sheet's 16- and 8-bit TFLOPS; `units`: streaming multiprocessors (AMD:
@@ -95,8 +91,8 @@ def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogE
     )
     unit_cycles_per_s = row["units"] * row["boost_mhz"] * 1e6
     dense_fp16, dense_fp8 = row.get("dense") or (0, 0)
-    fp16_flops = dense_fp16 * _TERA or unit_cycles_per_s * generation["fp16"] or None
-    fp8_flops = (dense_fp8 or 0) * _TERA or unit_cycles_per_s * generation["fp16"] * 2
+    fp16_flops = dense_fp16 * 1e12 or unit_cycles_per_s * generation["fp16"] or None
+    fp8_flops = (dense_fp8 or 0) * 1e12 or unit_cycles_per_s * generation["fp16"] * 2
     pcie_generation, pcie_lanes = row["pcie"]
     citations = []
     for text in row["sources"]:
@@ -111,15 +107,15 @@ def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogE
         memory_kind=next(kind for kind, known in kinds if known),
         driver_bytes=driver_bytes,
         box_gb=box_gb,
-        bandwidth=row["bandwidth_gb"] * _GIGA,
+        bandwidth=row["bandwidth_gb"] * 1e9,
         bf16=fp16_flops if generation["bf16"] else None,
         fp16=fp16_flops,
         fp8=fp8_flops if generation["fp8"] else None,
         fp32=unit_cycles_per_s * generation["fp32"],
-        nvlink=row.get("nvlink_gb", 0) * _GIGA or None,
+        nvlink=row.get("nvlink_gb", 0) * 1e9 or None,
         pcie=pcie_lanes
         * 2.0 ** (pcie_generation - 3)
-        * _GIGA,  # 1 GB/s per lane of generation 3, doubling with each
+        * 1e9,  # 1 GB/s per lane of generation 3, doubling with each
         capability=tuple(generation["capability"]),
         tdp_watts=row["watts"],
         source="; ".join(citations),
@@ -274,10 +270,10 @@ def load_prices() -> tuple[Price, ...]:
     )
 
 
-def lowest_prices(prices: tuple[Price, ...] | None = None) -> Iterator[tuple[Price, int]]:
+def lowest_prices() -> Iterator[tuple[Price, int]]:
     """The lowest price of every GPU and number of them, in the order of the list."""
     lowest: dict[tuple[str, int], Price] = {}
-    for price in load_prices() if prices is None else prices:
+    for price in load_prices():
         for count in price.gpu_counts:
             best = lowest.get((price.gpu, count), price)
             lowest[price.gpu, count] = min(best, price, key=lambda candidate: candidate.usd)

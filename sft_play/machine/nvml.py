@@ -19,10 +19,8 @@ VENDOR = "NVIDIA"
 # CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++
 # Programming Guide).
 FP8_CAPABILITY = (8, 9)
-# `nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB`
-# there.
-_TOPOLOGY_LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-_SAME_BOARD = "PSB"
+# `nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; 0: two GPUs of one board.
+_TOPOLOGY_LEVELS = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _SENSOR_GPU = 0
 _P2P_READ = 0
 _P2P_OK = 0
@@ -71,9 +69,8 @@ def _try_query(
         return None, error
 
 
-def _is_error_kind(nvml: Any, error: Exception | None, *kinds: str) -> bool:
-    classes = tuple(getattr(nvml, f"NVMLError_{kind}", ()) for kind in kinds)
-    return isinstance(error, classes) or type(error).__name__.removeprefix("NVMLError_") in kinds
+def _is_error_kind(error: Exception | None, *kinds: str) -> bool:
+    return type(error).__name__.removeprefix("NVMLError_") in kinds
 
 
 def driver_versions(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
@@ -141,7 +138,7 @@ def _read_gpu(
     errors = {fact: error for fact, (answer, error) in answers.items() if answer is None}
     name, uuid = answers["name"][0], answers["UUID"][0]
     memory = _read_memory(nvml, handle)
-    is_memory_unsupported = _is_error_kind(nvml, errors.get("memory"), "NotSupported") and len(
+    is_memory_unsupported = _is_error_kind(errors.get("memory"), "NotSupported") and len(
         errors
     ) < len(queries)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its
@@ -171,7 +168,7 @@ def _read_gpu(
             errors["MIG instances"] = instances_error
     trouble = None
     for error in errors.values():
-        is_lost = _is_error_kind(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
+        is_lost = _is_error_kind(error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
         # a GPU that answers nothing is told by its first error, or by the one that says it is lost
         if is_lost or (errors.keys() >= queries.keys() and not (instances or trouble)):
             trouble = _error_text(error)
@@ -257,18 +254,17 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Ex
             card, _, profile = (query(nvml, "nvmlDeviceGetName", instance) or "").partition(" MIG ")
             memory = _read_memory(nvml, instance)
             memory.pop("reserved_bytes", None)
-            sizes = {"total_bytes": None, "used_bytes": None, "free_bytes": None, **memory}
             uuid = query(nvml, "nvmlDeviceGetUUID", instance) or ""
             instances.append(
                 MigInstance(
                     uuid,
                     profile,
-                    **sizes,
+                    **memory,
                     processes=_read_processes(nvml, instance),
                     card=card or None,
                 )
             )
-        elif error is not None and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
+        elif error is not None and not _is_error_kind(error, *_ABSENT_ERRORS):
             instances_error = error
     return tuple(instances), instances_error
 
@@ -290,7 +286,7 @@ def _read_topology(
         if link_count:
             return f"NV{link_count}"
         level = query(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
-        return _SAME_BOARD if level == 0 else _TOPOLOGY_LEVELS.get(level, "n/a")
+        return _TOPOLOGY_LEVELS.get(level, "n/a")
 
     def can_read_peer(first: int, second: int) -> bool | None:
         if first == second:
@@ -313,7 +309,7 @@ def _read_nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
         return None
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         state, error = _try_query(nvml, "nvmlDeviceGetNvLinkState", handle, link)
-        if state is None and link == 0 and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
+        if state is None and link == 0 and not _is_error_kind(error, *_ABSENT_ERRORS):
             return None
         if state is None:  # beyond the last link, or a GPU without any
             break

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -89,12 +89,6 @@ def kernel_package_problem(package: str, capability: tuple[int, int] | None) -> 
     )
 
 
-def torch_cuda_version() -> str | None:
-    """The CUDA version that the installed torch was built with, without importing it; None for a
-    CPU build."""
-    return _torch_build_version("cuda")
-
-
 @dataclass(frozen=True)
 class CudaLibraries:
     """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000;
@@ -111,7 +105,7 @@ PINNED_CUDA_LIBRARIES = CudaLibraries()
 def cuda_libraries() -> CudaLibraries:
     """CUDA and cuDNN of the installed torch; of the pinned torch where it is a build without CUDA:
     the plan is for another machine."""
-    cuda_version = torch_cuda_version()
+    cuda_version = torch_build_version("cuda")
     if cuda_version is None:
         return PINNED_CUDA_LIBRARIES
     cudnn_version = next(
@@ -124,12 +118,9 @@ def cuda_libraries() -> CudaLibraries:
     )
 
 
-def torch_hip_version() -> str | None:
-    """The ROCm (HIP) version that the installed torch was built with; None for any other build."""
-    return _torch_build_version("hip")
-
-
-def _torch_build_version(name: str) -> str | None:
+def torch_build_version(name: Literal["cuda", "hip"]) -> str | None:
+    """The version of CUDA, or of ROCm (HIP), that the installed torch was built with, without
+    importing it; None for any other build."""
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:

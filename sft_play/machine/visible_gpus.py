@@ -13,7 +13,7 @@ from sft_play.machine.gpu import Gpu, GpuStatus
 from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.host import read_text_or_empty
 from sft_play.machine.nvml import open_nvml, read_gpu_snapshot
-from sft_play.machine.software import installed_version, torch_cuda_version, torch_hip_version
+from sft_play.machine.software import installed_version, torch_build_version
 from sft_play.text import GIB
 
 # `CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are
@@ -195,7 +195,10 @@ def torch_build_text() -> str:
     if installed_version("torch") is None:
         return "torch is not installed"
     build = "CPU only"
-    for name, build_version in (("ROCm", torch_hip_version()), ("CUDA", torch_cuda_version())):
+    for name, build_version in (
+        ("ROCm", torch_build_version("hip")),
+        ("CUDA", torch_build_version("cuda")),
+    ):
         if build_version:
             build = f"{name} {build_version}"
     return f"torch {installed_version('torch')} is built for {build}"
