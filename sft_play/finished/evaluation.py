@@ -48,7 +48,6 @@ from sft_play.finished.respond import (
     build_run_renderer,
     build_run_splits,
     compute_dtype,
-    evenly_spaced_indices,
     load_held_out_rows,
     measure_both_models,
     require_images,
@@ -88,7 +87,12 @@ from sft_play.runs.lookup import lock_run
 from sft_play.text import align_columns
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
 from sft_play.training.loop.rows import PICTURES, Collator, row_lengths
-from sft_play.training.measure.exact_match import Question, build_questions, select_questions
+from sft_play.training.measure.exact_match import (
+    Question,
+    build_questions,
+    evenly_spaced,
+    select_questions,
+)
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.vision import find_vision
 from sft_play.training.prepare.device_checks import free_memory
@@ -278,7 +282,7 @@ def load_eval_rows(
         split_rows = available[split]
         rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
-    row_indices = evenly_spaced_indices(split_size, limit or split_size)
+    row_indices = evenly_spaced(range(split_size), limit or split_size)
     questions: dict[int, tuple[Question, list[Message]]] = {}
     if needs_questions:  # by the rule of the run's own exact match
         positions = {row_index: position for position, row_index in enumerate(row_indices)}
@@ -816,7 +820,7 @@ def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[Labelled
         return [], 0
     # more are read than are wanted, since some may be repeated; at most so many, since each is
     # compared
-    candidate_indices = evenly_spaced_indices(len(held_out_rows.split.rows), 4 * count)
+    candidate_indices = evenly_spaced(range(len(held_out_rows.split.rows)), 4 * count)
     trained_digests, distinct = set(held_out_rows.train.stats.digests), {}
     for index in candidate_indices:
         row = held_out_rows.split.rows[index]
@@ -827,8 +831,7 @@ def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[Labelled
             if pictures:
                 distinct[digest][PICTURES] = list(pictures)
     rows = list(distinct.values())
-    selected = [rows[index] for index in evenly_spaced_indices(len(rows), count)]
-    return selected, len(candidate_indices) - len(rows)
+    return evenly_spaced(rows, count), len(candidate_indices) - len(rows)
 
 
 def _row_losses(

@@ -270,12 +270,6 @@ def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Dat
     )
 
 
-def evenly_spaced_indices(total: int, count: int) -> list[int]:
-    """Select at most `count` indices below `total`, at equal distances from 0 on."""
-    selected = min(count, total)
-    return [index * total // selected for index in range(selected)]
-
-
 @dataclass(frozen=True)
 class HeldOutRows:
     """Token rows that a run was not trained on, and the split that has them; `train` where the run
@@ -301,12 +295,12 @@ def load_held_out_rows(run: FinishedRun) -> HeldOutRows:
 logger = logging.getLogger(__name__)
 
 
-def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
+def _training_autocast(run: FinishedRun, model: Any) -> torch.autocast:
     """Autocast for a run that trained all weights, as in training; none for adapters: their base
     has its precision."""
     dtype = compute_dtype(run)
     is_mixed = not run.is_adapter and dtype != torch.float32
-    return torch.autocast(model.device.type, dtype=dtype) if is_mixed else contextlib.nullcontext()
+    return torch.autocast(model.device.type, dtype=dtype, enabled=is_mixed)
 
 
 class Responder:
@@ -405,8 +399,7 @@ class Responder:
         any."""
         pictures = images or [()] * len(prompts)
         questions = [Question(ids, "", "", row) for ids, row in zip(prompts, pictures, strict=True)]
-        answers = self.answers(questions, max_new_tokens=max_new_tokens)
-        return [answer.text for answer in answers]
+        return [answer.text for answer in self.answers(questions, max_new_tokens=max_new_tokens)]
 
     @torch.no_grad()
     def stream(
@@ -510,7 +503,8 @@ class Conversation:
             self._run_command(*text[1:].split(maxsplit=1))
             return
         images = tuple(self.images)
-        question = IMAGE_MARK * (len(images) - self._asked_images) + line.replace(IMAGE_MARK, "")
+        asked_images = sum(str(message["content"]).count(IMAGE_MARK) for message in self.messages)
+        question = IMAGE_MARK * (len(images) - asked_images) + line.replace(IMAGE_MARK, "")
         conversation: list[Message] = [*self.messages, {"role": "user", "content": question}]
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
@@ -534,10 +528,6 @@ class Conversation:
             self.show("\n")
         answer = answer.replace(IMAGE_MARK, "")
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
-
-    @property
-    def _asked_images(self) -> int:
-        return sum(str(message["content"]).count(IMAGE_MARK) for message in self.messages)
 
     def _add_image(self, value: str) -> str:
         """Add the picture to the next question; returns what is said of it."""

@@ -35,7 +35,6 @@ from sft_play.finished.export.merge import (
 from sft_play.finished.respond import (
     build_run_renderer,
     default_device,
-    evenly_spaced_indices,
     image_source,
     load_held_out_rows,
     load_model_folder,
@@ -53,7 +52,7 @@ from sft_play.process.waiting import report_each
 from sft_play.runs.folder import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.loop.rows import PICTURES, Collator
-from sft_play.training.measure.exact_match import Question, generate_answers
+from sft_play.training.measure.exact_match import Question, evenly_spaced, generate_answers
 from sft_play.training.model import attention_functions
 from sft_play.training.model.language_model import prepare_text_config
 from sft_play.training.model.vision import find_vision
@@ -155,8 +154,7 @@ def merge_test(
     require_unchanged(target)
     quiet_libraries()
     held_out_rows = load_held_out_rows(run)
-    held_out = held_out_rows.split.rows
-    sample_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), rows)]
+    sample_rows = evenly_spaced(held_out_rows.split.rows, rows)
     model = load_trained_model(run)
     adapter_log_probs = log_probs(model, sample_rows)
     with model.disable_adapter():
@@ -323,16 +321,12 @@ class EnginePrompts:
         """Prompts of a split's rows, at most `count`, evenly spaced over them; without those that
         have images, whose tokens are the processor's."""
         if self.is_plain_text:
-            rows = (
-                split.rows[index]["input_ids"]
-                for index in evenly_spaced_indices(len(split.rows), count)
-            )
+            rows = (row["input_ids"] for row in evenly_spaced(split.rows, count))
             return [
                 self._text_prompt(self._training_tokenizer.decode(ids[: max(1, len(ids) // 2)]))
                 for ids in rows
             ]
-        chats = [split.chats[index] for index in evenly_spaced_indices(len(split.chats), count)]
-        return list(filter(None, map(self._chat_prompt, chats)))
+        return list(filter(None, map(self._chat_prompt, evenly_spaced(split.chats, count))))
 
     def probe_prompts(self) -> list[PairedPrompt]:
         """Prompts that are not the run's: conversations with and without a system prompt, or
@@ -461,9 +455,11 @@ def export_test(
     # a prompt that fills the run's rows leaves no room for an answer
     paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
-    held_out = held_out_rows.split.rows
-    kl_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
-    kl_rows = [row for row in kl_rows if not row.get(PICTURES)]  # a GGUF is the language model
+    kl_rows = [
+        row
+        for row in evenly_spaced(held_out_rows.split.rows, 32)
+        if not row.get(PICTURES)  # a GGUF is the language model
+    ]
     tensor_types, embedding_rows = _read_tensor_types(file)
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
@@ -509,8 +505,10 @@ def export_test(
             "equal_answers": sum(equal) / max(1, len(equal)),
             "kl_limit": max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
         }
-        words = "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats"
-        reason = f"{words} (limit {{kl_limit:.2g}})".format(**comparison)
+        reason = (
+            "{equal_answers:.1%} equal the trained model's token for token,"
+            " KL {kl:.2g} nats (limit {kl_limit:.2g})".format(**comparison)
+        )
         checks.append(ExportCheck("Answers", comparison["kl"] <= comparison["kl_limit"], reason))
     return ExportTest(
         run.folder.path,
@@ -695,7 +693,7 @@ def find_pre_tokenizer(backend: Any) -> str | None:
     # all pairs of pieces, and every character of many scripts beside its neighbours and between
     # letters
     scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
-    pairs = (first + second for first in _PIECES for second in _PIECES)
+    pairs = [first + second for first in _PIECES for second in _PIECES]
     texts = [*pairs, *scripts, *map("x".join, scripts)]
 
     def cut(pre_tokenizer: Any) -> list[list[str]]:

@@ -43,12 +43,17 @@ class GeneratedAnswer:
         return self.text.strip() == self.question.reference.strip()
 
 
+def evenly_spaced(items: Any, count: int) -> list[Any]:
+    """At most `count` of the items of a sequence, at equal distances from the first on."""
+    selected = min(count, len(items))
+    return [items[index * len(items) // selected] for index in range(selected)]
+
+
 def select_questions(
     split: DataSplit, renderer: Renderer, tokenizer: Any, *, max_questions: int
 ) -> list[Question]:
     """At most so many questions, evenly spaced over the split's chats."""
-    count = min(max_questions, len(split.chats))
-    chats = [split.chats[index * len(split.chats) // count] for index in range(count)]
+    chats = evenly_spaced(split.chats, max_questions)
     return [
         question for question in build_questions(chats, renderer, tokenizer) if question is not None
     ]

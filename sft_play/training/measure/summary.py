@@ -44,7 +44,12 @@ from sft_play.training.engines import EngineCheck, check_engine
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import StopController
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.measure.exact_match import GeneratedAnswer, Question, select_questions
+from sft_play.training.measure.exact_match import (
+    GeneratedAnswer,
+    Question,
+    evenly_spaced,
+    select_questions,
+)
 from sft_play.training.measure.monitor import MemoryPeaks, RunMonitors
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
@@ -130,8 +135,7 @@ def _sample_questions(
     questions = select_questions(
         split, prepared.renderer, prepared.tokenizer.tokenizer, max_questions=4 * _SHOWN_SAMPLES
     )
-    count = min(_SHOWN_SAMPLES, len(questions))
-    return tuple(questions[index * len(questions) // count] for index in range(count))
+    return tuple(evenly_spaced(questions, _SHOWN_SAMPLES))
 
 
 def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None) -> list[Question]:
@@ -390,7 +394,6 @@ def sample_answers(
         answer.question.prompt_text: _truncate(answer.text)
         for answer in (metrics_before.answers if metrics_before else ())
     }
-    count = min(MAX_KEPT_SAMPLES, len(answers))
     return [
         {
             "asked": _truncate(answer.question.prompt_text),
@@ -399,7 +402,7 @@ def sample_answers(
             "after": _truncate(answer.text),
             "right": answer.is_correct,
         }
-        for answer in (answers[index * len(answers) // count] for index in range(count))
+        for answer in evenly_spaced(answers, MAX_KEPT_SAMPLES)
     ]
 
 
