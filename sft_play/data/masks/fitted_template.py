@@ -695,18 +695,26 @@ def map_message_texts(
             }
             for part in copy["content"]
         ]
-    calls = []
-    for call in copy.get("tool_calls") or ():
-        function = call["function"]
+
+    def change_function(function: dict[str, Any]) -> dict[str, Any]:
         name, arguments = change(function["name"], index, "name"), function["arguments"]
         arguments = (
             change(arguments, index, "arguments")
             if isinstance(arguments, str)
             else map_texts(arguments, lambda text: change(text, index, "argument"))
         )
-        calls.append({**call, "function": {**function, "name": name, "arguments": arguments}})
-    if calls:
-        copy["tool_calls"] = calls
+        return {**function, "name": name, "arguments": arguments}
+
+    return _map_functions(copy, change_function)
+
+
+def _map_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """A copy of the message with the function of every call changed."""
+    copy = dict(message)
+    if copy.get("tool_calls"):
+        copy["tool_calls"] = [
+            {**call, "function": change(call["function"])} for call in copy["tool_calls"]
+        ]
     return copy
 
 
@@ -736,19 +744,16 @@ def convert_arguments(
 ) -> list[Message]:
     """The messages with the arguments of all calls as objects or as JSON text; `own`: as they
     are."""
-    copies = [dict(message) for message in messages]
-    for copy in copies:
-        calls = []
-        for call in copy.get("tool_calls") or ():
-            arguments = call["function"]["arguments"]
-            if form == "text" and not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            elif form == "object" and isinstance(arguments, str):
-                arguments = json.loads(arguments)
-            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-        if calls:
-            copy["tool_calls"] = calls
-    return copies
+
+    def convert(function: dict[str, Any]) -> dict[str, Any]:
+        arguments = function["arguments"]
+        if form == "text" and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif form == "object" and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {**function, "arguments": arguments}
+
+    return [_map_functions(message, convert) for message in messages]
 
 
 def _short_id(call_id: str) -> str:

@@ -191,8 +191,7 @@ class ImageProcessor:
         return _CountedFrame(expansions[0], place, differences.pop(), len({*runs[place]}) > 1)
 
     def _quick_count(self, size: tuple[int, int]) -> int:
-        width, height = size
-        data = self.processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
+        data = self.processor._get_num_multimodal_tokens(image_sizes=[[*reversed(size)]])
         return int(data["num_image_tokens"][0])
 
     def _collapse(self, expanded: str) -> ImageExpansion:

@@ -672,24 +672,29 @@ class TurnLocator:
         if template_layout is not None:
             # a plain message has one piece: its text without the white space at its ends, which the
             # shape has
-            expected_text, gap_starts = template_layout.fill(
-                [stripped for message in messages if (stripped := message["content"].strip())]
-            )
-            if expected_text == text:
-                located = self._fill_layout(template_layout, text, gap_starts)
-                with contextlib.suppress(InexactMaskError):  # a copy of this row's own says more
-                    self._verify(
-                        template_layout,
-                        located,
-                        messages,
-                        tools,
-                        gap_starts=gap_starts,
-                        is_shared=True,
-                    )
-                    return located
+            texts = [stripped for message in messages if (stripped := message["content"].strip())]
+            with contextlib.suppress(InexactMaskError):  # a copy of this row's own says more
+                return self._apply_layout(
+                    template_layout, texts, text, messages, tools, is_shared=True
+                )
         # The turns by a marked copy of this very row, confirmed by its own prompts.
         template_layout, pieces = self._measure(messages, tools)
-        expected_text, gap_starts = template_layout.fill([piece.text for piece in pieces])
+        texts = [piece.text for piece in pieces]
+        return self._apply_layout(template_layout, texts, text, messages, tools)
+
+    def _apply_layout(
+        self,
+        template_layout: TemplateLayout,
+        pieces: Sequence[str],
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        is_shared: bool = False,
+    ) -> LocatedTurns:
+        """The turns of a row by a layout, which must make the row's text of its pieces; verified.
+        Raises InexactMaskError where it does not, or a turn is not where the layout has it."""
+        expected_text, gap_starts = template_layout.fill(pieces)
         if expected_text != text:
             raise InexactMaskError(
                 "the chat template renders the row differently from its marked copy, so its turns"
@@ -697,7 +702,9 @@ class TurnLocator:
                 format_first_difference(expected_text, text),
             )
         located = self._fill_layout(template_layout, text, gap_starts)
-        self._verify(template_layout, located, messages, tools, gap_starts=gap_starts)
+        self._verify(
+            template_layout, located, messages, tools, gap_starts=gap_starts, is_shared=is_shared
+        )
         return located
 
     def _row_shape(self, messages: Sequence[Message]) -> Any:

@@ -296,13 +296,12 @@ def has_held_out_file(data: DataConfig) -> bool:
     is_written = (
         _is_default_path("train_path", data) and _existing_path(data.train_path or "") is not None
     )
-    for key in ("val_path", "test_path"):
-        path = getattr(data, key)
-        if path is not None and not (
-            is_written and _is_default_path(key, data) and _existing_path(path) is None
-        ):
-            return True
-    return False
+    paths = {"val_path": data.val_path, "test_path": data.test_path}
+    return any(
+        path is not None
+        and not (is_written and _is_default_path(key, data) and _existing_path(path) is None)
+        for key, path in paths.items()
+    )
 
 
 def find_source(value: str, *, encoding: str = "utf-8") -> Path | DataSource:

@@ -8,6 +8,7 @@ the place and the reason.
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -393,13 +394,12 @@ def _map_role(value: Any, location: str, *, is_result: bool = False) -> str:
     raise UnusableRowError(f'{UNKNOWN_ROLE} "{one_line(value, limit=40)}"', f"{location}{hint}")
 
 
-def known_role_lines(reasons: Iterable[str], roles: Mapping[str, int]) -> list[str]:
+def known_role_lines(reasons: Iterable[str], roles: Counter[str]) -> list[str]:
     """Where rows are refused for an unknown role: a line with the turns of known roles in the
     others, by role."""
     if not any(reason.startswith(UNKNOWN_ROLE) for reason in reasons):
         return []
-    counts = sorted(roles.items(), key=lambda item: -item[1])
-    counts_text = ", ".join(f"{role} {count:,}" for role, count in counts)
+    counts_text = ", ".join(f"{role} {count:,}" for role, count in roles.most_common())
     return [f"turns of known roles in the other rows: {counts_text or 'none'}"]
 
 
