@@ -369,8 +369,7 @@ class DocumentsReport(Answer):
     @property
     def paths(self) -> tuple[str, ...]:
         """What data.documents.path names."""
-        document_path = self.config.path
-        return (document_path,) if isinstance(document_path, str) else document_path
+        return (self.config.path,) if isinstance(self.config.path, str) else self.config.path
 
     @property
     def ok(self) -> bool:

@@ -214,8 +214,7 @@ def _held_out_share(rows_to_split: int, examples: Sequence[Example]) -> float:
     if len(examples) >= _ROWS_FOR_A_VERDICT:
         # the share that a row's content draws decides whether it is held out
         shares = sorted(digest_share(content_digest(example)) for example in examples)
-        least_share = math.ceil(shares[_MIN_HELD_OUT_ROWS - 1] * 1000 + 1e-6) / 1000
-        share = max(share, least_share)
+        share = max(share, math.ceil(shares[_MIN_HELD_OUT_ROWS - 1] * 1000 + 1e-6) / 1000)
     return share
 
 

@@ -207,9 +207,7 @@ def _make_block_batch(tokens: Any, block_size: int) -> Any:
 
 # The offsets of the lists (int32, [lists + 1]) and all their tokens (int32, [tokens]).
 def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
-    offsets = np.zeros(len(token_lists) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = np.cumsum([0, *map(len, token_lists)], dtype=np.int32)
     return offsets, np.fromiter(
         itertools.chain.from_iterable(token_lists), np.int32, int(offsets[-1])
     )

@@ -50,14 +50,10 @@ def select_template_kwargs(
 ) -> dict[str, Any]:
     """data.chat_template_kwargs for one kind of rows; a setting of the other kind alone is left
     out."""
-    selected_kwargs = {
-        name: value
-        for name, value in template_kwargs.items()
-        if not has_value_per_kind(value) or kind in value
-    }
     return {
         name: value[kind] if has_value_per_kind(value) else value
-        for name, value in selected_kwargs.items()
+        for name, value in template_kwargs.items()
+        if not has_value_per_kind(value) or kind in value
     }
 
 
