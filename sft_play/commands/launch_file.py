@@ -113,10 +113,8 @@ def _write_job(request: Request) -> CommandResult:
         atomic.write(path, text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None
-    program = ["scripts/train_distributed.sh"]
-    if job.flavor:
-        program = ["sft-play", "train-distributed"]
-    command = shlex.join([*program, "--config", str(loaded.path), *job.settings])
+    program = "sft-play train-distributed" if job.flavor else "scripts/train_distributed.sh"
+    command = f"{program} {shlex.join(['--config', str(loaded.path), *job.settings])}"
     machines_text = f"{plural(job.nodes, 'node')} with {job.gpus_per_node} x {job.gpu}"
     if plan_result.exit_code:
         machines_text += ", predicted not to fit, and tried"

@@ -334,15 +334,12 @@ def _plan_whatif_cells(
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = None) -> str:
     """Return the command that starts the planned run, on the first of its nodes."""
-    uses_ranks = not plan.choice.layout.is_one_process
-    target = "train-distributed" if uses_ranks else "train"
+    target, words = "train", list[str]()
     if deepspeed_file:
-        target = "train-deepspeed"
-    argv = ["make", target, f"CONFIG={loaded.path}"]
-    if deepspeed_file:
-        argv.append(f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed_file)}")
-    elif uses_ranks:
-        argv.append(f"STRATEGY={plan.layout}")
+        target, words = "train-deepspeed", [f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed_file)}"]
+    elif not plan.choice.layout.is_one_process:
+        target, words = "train-distributed", [f"STRATEGY={plan.layout}"]
+    argv = ["make", target, f"CONFIG={loaded.path}", *words]
     if plan.hardware.nodes > 1:
         argv += [f"NNODES={plan.hardware.nodes}", "NODE_RANK=0", f"MASTER_ADDR={FIRST_NODE}"]
         argv.append(f"MASTER_PORT={DEFAULT_PORT}")

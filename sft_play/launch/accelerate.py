@@ -218,17 +218,17 @@ def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig
     they divide what the run YAML alone divides."""
     if not is_accelerate_launch(environment):
         return None
-    # what is left where no engine's variable is set
-    distributed_type: DistributedType = "MULTI_GPU"
-    if environment.get("ACCELERATE_USE_FSDP") == "true":
-        distributed_type = "FSDP"
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        distributed_type = "DEEPSPEED"
+    engines = [
+        name
+        for name in ("DEEPSPEED", "FSDP")
+        if environment.get(f"ACCELERATE_USE_{name}") == "true"
+    ]
     deepspeed_values = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
     lowered = {name.lower(): text for name, text in environment.items()}
     values = {
         "path": Path("accelerate launch"),
-        "distributed_type": distributed_type,
+        # what is left where no engine's variable is set
+        "distributed_type": (*engines, "MULTI_GPU")[0],
         "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
         "fsdp_config": lowered,
         "parallelism_config": lowered,

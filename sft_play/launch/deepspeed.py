@@ -236,12 +236,20 @@ _KEY_TABLE: dict[str, Any] = json.loads(
 # The keys of each section by its dotted path ("" is the top level). Sections that are not here are
 # open: what they may contain depends on their values. `sequence_parallel_size` and `inference` are
 # read by transformers and by DeepSpeed's ZeRO-3 loading.
-KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {}
-for _path, _section in _KEY_TABLE["sections"].items():
-    # some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)
-    _prefixable = _section.get("with_and_without_stage3_", "").split()
-    _keys = [*_section["keys"].split(), *_prefixable, *(f"stage3_{key}" for key in _prefixable)]
-    KNOWN_DEEPSPEED_KEYS[_path] = frozenset(_keys)
+KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {
+    path: frozenset(
+        [
+            *section["keys"].split(),
+            # some of ZeRO's may be written with this prefix (pydantic's `populate_by_name`)
+            *(
+                prefix + key
+                for key in section.get("with_and_without_stage3_", "").split()
+                for prefix in ("", "stage3_")
+            ),
+        ]
+    )
+    for path, section in _KEY_TABLE["sections"].items()
+}
 
 # Paths where DeepSpeed itself understands "auto".
 PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
