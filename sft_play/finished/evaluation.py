@@ -506,9 +506,9 @@ class Evaluation(Answer):
                 "tuned",
                 f"difference [{CONFIDENCE_LEVEL:.0%} interval]",
                 "",
-            ]
+            ],
+            *(row for comparison in self.comparisons for row in comparison.table_rows()),
         ]
-        table += [row for comparison in self.comparisons for row in comparison.table_rows()]
         for task in self.tasks:
             difference = f"{task.tuned - task.base:+.4f}"
             if task.stderr is not None:

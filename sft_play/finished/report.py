@@ -865,11 +865,11 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
         "Results": ReportTable(("", *names), comparison.result_rows),
         "What differs": ReportTable(("", *names), comparison.difference_rows, has_numbers=False),
     }
-    sections = [ReportSection("Which is better", items=[comparison.better])]
-    sections += [
-        ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows
+    sections = [
+        ReportSection("Which is better", items=[comparison.better]),
+        *(ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows),
+        ReportSection("Curves", charts=comparison_charts(names, records)),
     ]
-    sections.append(ReportSection("Curves", charts=comparison_charts(names, records)))
     write_page(path, f"{len(names)} runs compared", sections=sections)
     return comparison
 

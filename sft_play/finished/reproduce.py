@@ -133,8 +133,8 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
         if deepspeed_settings is not None:
             deepspeed_path = Path(temporary_folder) / DEEPSPEED_FILE
             deepspeed_path.write_text(json.dumps(deepspeed_settings), encoding="utf-8")
-        arguments = _training_command(run, loaded, deepspeed_path)
-        arguments += [
+        arguments = [
+            *_training_command(run, loaded, deepspeed_path),
             f"output.dir={json.dumps(str(new_folder.absolute().parent))}",
             f"output.name={new_folder.name}",
         ]

@@ -219,9 +219,7 @@ def load_device(plan: Plan, config: RunConfig) -> str | None:
         return None
     if plan.hardware.device != "cuda":
         return plan.hardware.device
-    if layout.is_streamed:
-        return "cpu"
-    if layout.is_fsdp and quant_storage(plan, config) is None:
+    if layout.is_streamed or (layout.is_fsdp and quant_storage(plan, config) is None):
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 

@@ -209,8 +209,12 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
             probe.bind(("127.0.0.1", 0))
             # free again until rank 0 listens on it: nothing reserves a port
             port = probe.getsockname()[1]
-        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables |= {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     error_files = [
         handover_path.parent / "ranks" / str(rank) / "error.json" for rank in range(ranks)
     ]

@@ -545,8 +545,10 @@ def check_file(
     equal_count = sum(encode(pair.rendered) == pair.ids for pair in paired_prompts)
     total = len(paired_prompts)
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
-    reason = f"{equal_count} of {total} prompts have training's token ids by the file's own"
-    reason += f" ({kind}, {pre})"
+    reason = (
+        f"{equal_count} of {total} prompts have training's token ids by the file's own"
+        f" ({kind}, {pre})"
+    )
     template_kwargs = run.config.data.chat_template_kwargs
     if equal_count < total and template_kwargs:
         reason += (

@@ -182,8 +182,11 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in
     # no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]
-    needed_bytes = 2 * sum(state_sizes) + state_sizes[0]
-    needed_bytes += sum(file.stat().st_size for file in checkpoint.glob("*/*_model_states.pt"))
+    needed_bytes = (
+        2 * sum(state_sizes)
+        + state_sizes[0]
+        + sum(file.stat().st_size for file in checkpoint.glob("*/*_model_states.pt"))
+    )
     try:
         available_bytes = distributed.broadcast_value(free_disk_bytes(folder))
         with require_disk_space(

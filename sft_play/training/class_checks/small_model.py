@@ -403,9 +403,9 @@ def _state_space_sizes(config: Any) -> dict[str, int]:
         2,
     )
     inner_width = expansion * _NARROW_SIZES["hidden_size"]
-    sizes = dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8)
-    # Zamba's, of no size of their own, are computed head by head and token by token
-    sizes |= {
+    sizes = {
+        **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8),
+        # Zamba's, of no size of their own, are computed head by head and token by token
         "n_mamba_heads": 8 if config_field(config, "mamba_headdim") else 2,
         "mamba_d_ssm": inner_width,
     }

@@ -154,8 +154,8 @@ class StageSequence:
 
     def _write_summary(self, status: str, *, exit_code: int) -> dict[str, Any]:
         job = self._job
-        summary = _merge_summaries(self._summaries, [stage.loaded.config for stage in job.stages])
-        summary |= {
+        summary = {
+            **_merge_summaries(self._summaries, [stage.loaded.config for stage in job.stages]),
             "status": status,
             "exit": exit_code,
             "wall_s": round(time.time() - self._monitors.start_time, 2),

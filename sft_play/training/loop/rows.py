@@ -76,8 +76,11 @@ def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
     first_row = dataset[0]
     # the last ones, which are of no picture
     tokens = (list(first_row["input_ids"]) * FILLER_TOKENS)[-FILLER_TOKENS:]
-    columns = {name: [value] * missing for name, value in first_row.items()}
-    columns |= {"input_ids": [tokens] * missing, "labels": [[IGNORED] * FILLER_TOKENS] * missing}
+    columns = {
+        **{name: [value] * missing for name, value in first_row.items()},
+        "input_ids": [tokens] * missing,
+        "labels": [[IGNORED] * FILLER_TOKENS] * missing,
+    }
     if PICTURES in columns:
         columns[PICTURES] = [[]] * missing
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])

@@ -215,9 +215,10 @@ def prepare_text_config(full_config: Any, published: Mapping[str, Any] | None = 
             return text_config
         AutoModelForCausalLM.register(type(text_config), model_class, exist_ok=True)
     if not is_known or get_checkpoint_conversion_mapping(text_config.model_type) is None:
-        conversions = get_checkpoint_conversion_mapping(full_config.model_type) or []
         converters = [
-            conversion for conversion in conversions if isinstance(conversion, WeightConverter)
+            conversion
+            for conversion in get_checkpoint_conversion_mapping(full_config.model_type) or []
+            if isinstance(conversion, WeightConverter)
         ]
         if converters:  # experts that files hold one by one
             register_checkpoint_conversion_mapping(model_class.__name__, converters, overwrite=True)

@@ -70,9 +70,9 @@ def open_run_folder(
                 elif is_unused:
                     discard_run(job.folder)
                 else:
-                    status = "stopped" if isinstance(failure, KeyboardInterrupt) else "failed"
                     job.folder.update_manifest(
-                        status=status, error=escape_control(f"{type(failure).__name__}: {failure}")
+                        status="stopped" if isinstance(failure, KeyboardInterrupt) else "failed",
+                        error=escape_control(f"{type(failure).__name__}: {failure}"),
                     )
             except OSError as write_error:  # it must not hide what went wrong
                 logger.warning(
@@ -146,12 +146,14 @@ def _claim_folder(
         logger.info(
             "%s: no step was trained, so the run starts from the beginning", job.folder.path
         )
-    manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
-    manifest |= layout_facts(job.plan)
-    # what sums on a CPU are rounded by
-    manifest["cpu"] = {
-        "threads": torch.get_num_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+    manifest = {
+        **new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts)),
+        **layout_facts(job.plan),
+        # what sums on a CPU are rounded by
+        "cpu": {
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
     }
     if job.resume:  # no step was trained, since memory ran out or a process died
         previous_manifest = job.folder.read_manifest()
@@ -161,14 +163,17 @@ def _claim_folder(
             if name in previous_manifest
         }
     manifest["backend"] = prepared_stages[0].backend.name
-    manifest["choices"] = []  # everything that was decided for the user
-    for stage_job, prepared in zip(job.stage_jobs, prepared_stages, strict=True):
-        manifest["choices"] += [f"Backend: {prepared.backend.reason}", *stage_job.plan.reasons]
-        manifest["choices"] += [
+    manifest["choices"] = [  # everything that was decided for the user
+        choice
+        for stage_job, prepared in zip(job.stage_jobs, prepared_stages, strict=True)
+        for choice in (
+            f"Backend: {prepared.backend.reason}",
+            *stage_job.plan.reasons,
             *prepared.tokenizer.notes,
             *prepared.splits.notes,
             *prepared.model_spec.notes,
-        ]
+        )
+    ]
     if prepared_stages[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared_stages[0].renderer.today)
     if job.resume:
