@@ -313,10 +313,11 @@ class RunRecord:
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """One curve over all parts, its steps counted over the whole run."""
-        joined: list[tuple[float, float]] = []
-        for part, first_step in zip(self.parts, self.stage_starts, strict=True):
-            joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
-        return joined
+        return [
+            (first_step + step, value)
+            for part, first_step in zip(self.parts, self.stage_starts, strict=True)
+            for step, value in part.curves.get(name, ())
+        ]
 
 
 def read_record(folder: RunFolder) -> RunRecord:
@@ -901,9 +902,11 @@ def _run_facts(record: RunRecord) -> dict[str, Any]:
         keys = ("layout", "ranks", "micro_batch", "grad_accum", "gradient_checkpointing")
         facts |= {f"plan: {key}": plan.get(key) for key in keys}
         facts["plan: precision"] = (plan.get("precision") or {}).get("compute")
-    for name, entry in (manifest.get("data") or {}).items():
-        if isinstance(entry, dict) and entry.get("sha256"):
-            facts[f"content of {name}"] = str(entry["sha256"])[:12]
+    facts |= {
+        f"content of {name}": str(entry["sha256"])[:12]
+        for name, entry in (manifest.get("data") or {}).items()
+        if isinstance(entry, dict) and entry.get("sha256")
+    }
     # of all packages: what differs here may explain what differs above
     facts |= {
         f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()

@@ -387,7 +387,7 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
 
 def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     """Describe the tokenizer to the converter: `pre` and `fields` of `run_llama_cpp.py`."""
-    tokenizer, fields = prompts.tokenizer, dict[str, int]()
+    tokenizer = prompts.tokenizer
     # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of
     # turn must have one
     stop_ids = sorted(
@@ -398,8 +398,7 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
         ),
     )
     names = ["eos", "eot", "eom"] if tokenizer.eos_token_id is not None else ["eot", "eom"]
-    for name, token in zip(names, stop_ids, strict=False):
-        fields[f"{name}_token_id"] = token
+    fields = {f"{name}_token_id": token for name, token in zip(names, stop_ids, strict=False)}
     # an engine has to put BOS before a prompt where training's began with it and the tokenizer puts
     # it there by itself
     bos = [tokenizer.bos_token_id]

@@ -105,10 +105,11 @@ def read_checkpoint_weights(checkpoint: Path, model: nn.Module) -> dict[str, tor
             for name, tensor in tensors.items()
             if not is_duplicate_name(name)
         }
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("model*.safetensors")):
-        weights |= load_file(file)
-    return weights
+    return {
+        name: tensor
+        for file in sorted(checkpoint.glob("model*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
@@ -284,7 +285,6 @@ def gather_state_dict(trainer: Any, *, from_fp32_masters: bool = False) -> dict[
     """
     is_adapter = has_adapter(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
-    state: dict[str, Any] | None
     if getattr(trainer, "is_fsdp_enabled", False):
         state = (
             _gather_adapter(trainer.model)

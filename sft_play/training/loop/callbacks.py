@@ -155,10 +155,12 @@ class MetricsFile(TrainerCallback):
             "epoch": state.epoch,
             "time_s": round(time.time() - self._start_time, 3),
         }
-        for key, value in logs.items():
-            if isinstance(value, (int, float)) and key != "epoch":
-                # JSON has no NaN or infinity
-                entry[key] = value if math.isfinite(value) else str(value)
+        entry |= {
+            # JSON has no NaN or infinity
+            key: value if math.isfinite(value) else str(value)
+            for key, value in logs.items()
+            if isinstance(value, (int, float)) and key != "epoch"
+        }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if args.fp16:  # in other dtypes `NonFiniteStepGuard` has seen it
@@ -532,18 +534,22 @@ def _format_value(value: float | None) -> str:
 def require_finite(trainer: Any) -> None:
     """Raises TrainingError on every rank where a weight that trains or a state is not finite on one
     of them."""
-    wrapped, tensors = trainer.model_wrapped, list[tuple[str, torch.Tensor]]()
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            tensors.append((name, engines.local_shard(parameter.detach())))
+    wrapped = trainer.model_wrapped
+    tensors = [
+        (name, engines.local_shard(parameter.detach()))
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    ]
     if engines.is_deepspeed(wrapped):
         tensors += [
             ("the fp32 copy of the weights", tensor) for tensor in engines.fp32_partitions(wrapped)
         ]
-    for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                tensors.append((f"the optimizer's {name}", engines.local_shard(value)))
+    tensors += [
+        (f"the optimizer's {name}", engines.local_shard(value))
+        for state in engines.unwrap_optimizer(trainer.optimizer).state.values()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
     sizes = largest_sizes([tensor for _, tensor in tensors])
     local_name = next(
         (name for (name, _), size in zip(tensors, sizes, strict=True) if not math.isfinite(size)),

@@ -368,9 +368,11 @@ class Monitor(TrainerCallback):
         metrics |= {
             f"time_{name}_s": seconds[name] for name in (*PAUSES, "compile") if name in seconds
         }
-        for rank, sums in enumerate(sums_by_rank):
-            if len(sums_by_rank) > 1 and sums["trained_tokens"][0]:
-                metrics[f"loss_rank_{rank}"] = sums["loss"][0] / sums["trained_tokens"][0]
+        metrics |= {
+            f"loss_rank_{rank}": sums["loss"][0] / sums["trained_tokens"][0]
+            for rank, sums in enumerate(sums_by_rank)
+            if len(sums_by_rank) > 1 and sums["trained_tokens"][0]
+        }
         names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", "peak")
         for name, *values in zip(names, *(sums["memory"] for sums in sums_by_rank), strict=True):
             metrics[f"memory_{name}_gib"] = max(values)
