@@ -848,14 +848,11 @@ def build_stage_request(
     plan_request = build_plan_request(
         config, hardware, layouts, is_stage=loaded.stage_name is not None, keeps_params=keeps_params
     )
-    resumed_compiled = None
-    if previous is not None and previous.has_trained:
-        resumed_compiled = previous.compiled
     plan_request = dataclasses.replace(
         plan_request,
         resumed_batch=resumed_batch,
         resumed_updates=resumed_updates,
-        resumed_compiled=resumed_compiled,
+        resumed_compiled=previous.compiled if previous and previous.has_trained else None,
     )
     return StageRequest(
         dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name

@@ -5,10 +5,11 @@ nothing fits.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit
@@ -350,7 +351,7 @@ class Plan:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per
         second."""
         own_fields = {
-            plan_field.name: _plain_data(getattr(self, plan_field.name))
+            plan_field.name: to_jsonable_python(getattr(self, plan_field.name))
             for plan_field in fields(self)
             if plan_field.name not in _OTHER_JSON_FIELDS
         }
@@ -369,7 +370,7 @@ class Plan:
                 candidate_json(candidate, speed_known=self.speed_known)
                 for candidate in self.candidates
             ],
-            "ways_out": _plain_data(self.suggestions),  # the key that scripts know
+            "ways_out": to_jsonable_python(self.suggestions),  # the key that scripts know
         }
 
     def run_figures(self) -> dict[str, Any] | None:
@@ -406,14 +407,6 @@ _OTHER_JSON_FIELDS = (
     "candidates",
     "suggestions",
 )
-
-
-def _plain_data(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain_data(part) for part in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return value
 
 
 # A plan, and DeepSpeed's config where DeepSpeed runs it.
@@ -471,8 +464,9 @@ def device_budget_bytes(hardware: Hardware) -> int:
         # without GPUs: the CPU processes of a node
         return hardware.ram_free_bytes // hardware.ranks_per_node
     # all ranks run the same plan, so the GPU with the least room decides
-    free_bytes = [gpu.free_bytes for gpu in hardware.gpus if gpu.free_bytes is not None]
-    return min(free_bytes + [gpu.total_bytes for gpu in hardware.gpus if gpu.free_bytes is None])
+    return min(
+        gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -140,6 +140,17 @@ def choose_precision(
 # Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32
 # copies.
 UNSHARDED_LAYOUTS = ("single", "ddp", "streamed")
+_UPDATE_REASONS: dict[WeightUpdates, str] = {
+    "float32": "weights are held in fp32 (in bf16 nearly all updates would be lost)",
+    "stochastic": (
+        "weights are held in bf16 and updates rounded stochastically, so small ones survive on"
+        " average"
+    ),
+    "bfloat16": (
+        "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual"
+        " learning rates"
+    ),
+}
 
 
 def apply_weight_updates(
@@ -165,22 +176,12 @@ def apply_weight_updates(
         option = resumed_updates or (
             "float32" if fp32_master_weights and config.model.dtype == "auto" else "stochastic"
         )
-    if option == "float32":
-        reason = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
-        return dataclasses.replace(
-            precision, load="float32", reason=f"{precision.reason}; {reason}"
-        )
-    if option == "stochastic":
-        reason = (
-            "weights are held in bf16 and updates rounded stochastically, so small ones survive on"
-            " average"
-        )
-    else:
-        reason = (
-            "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual"
-            " learning rates"
-        )
-    return dataclasses.replace(precision, reason=f"{precision.reason}; {reason}", updates=option)
+    return dataclasses.replace(
+        precision,
+        load="float32" if option == "float32" else precision.load,
+        reason=f"{precision.reason}; {_UPDATE_REASONS[option]}",
+        updates=option,
+    )
 
 
 def _choose_compute_dtype(

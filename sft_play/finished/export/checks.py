@@ -455,11 +455,8 @@ def export_test(
     # a prompt that fills the run's rows leaves no room for an answer
     paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
-    kl_rows = [
-        row
-        for row in evenly_spaced(held_out_rows.split.rows, 32)
-        if not row.get(PICTURES)  # a GGUF is the language model
-    ]
+    sample_rows = evenly_spaced(held_out_rows.split.rows, 32)
+    kl_rows = [row for row in sample_rows if not row.get(PICTURES)]  # a GGUF is the language model
     tensor_types, embedding_rows = _read_tensor_types(file)
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
