@@ -19,7 +19,7 @@ from accelerate.commands.config import config_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.commands import launching
+from sft_play.commands import launch_requests
 from sft_play.commands.request import read_request
 from sft_play.errors import ConfigError
 from sft_play.launch import accelerate, torchrun
@@ -171,11 +171,11 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
 def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert not launching.accelerate_has_several_machines()
+    assert not launch_requests.accelerate_has_several_machines()
     own = accelerate_file(accelerate.default_accelerate_path(os.environ), num_machines=2, main_process_ip="10.0.0.1")
-    assert launching.accelerate_has_several_machines()
+    assert launch_requests.accelerate_has_several_machines()
     own.write_text("distributed_type: TPU\n")
-    assert not launching.accelerate_has_several_machines()
+    assert not launch_requests.accelerate_has_several_machines()
     assert "not needed for one process" in caplog.text
 
 
@@ -361,7 +361,7 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkey
         monkeypatch.setenv(name, text)
     request = read_request(["train-distributed", "--config", "x.yaml", "--nproc", "2"], os.environ)
     with pytest.raises(ConfigError, match=r"NPROC=2 asks for 2 processes on this node, and the launcher started 1"):
-        launching.launcher_rank_info(request)
+        launch_requests.launcher_rank_info(request)
 
 
 def test_a_ranks_settings_are_its_words_alone():

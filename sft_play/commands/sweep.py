@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.answers import Answer
-from sft_play.commands.launching import launcher_rank_info
+from sft_play.commands.launch_requests import launcher_rank_info
 from sft_play.commands.request import (
     CommandResult,
     Request,
