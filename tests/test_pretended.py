@@ -27,10 +27,13 @@ def found(request, tiny_llama, tmp_path_factory) -> dict[str, Any]:
 
 
 def few_of(case: tuple[str, ...]) -> list[pytest.MarkDecorator]:
-    """Each kind of rows with one mode, and the mixture; the others are left to `-m slow`."""
+    """Four kinds of rows, with the modes and precisions in turn, and the mixture; the others are left to `-m slow`."""
     mode, rows, _, kind = case
     is_one = kind == "mixtral" if rows == "padded" else mode == dict(zip(ROWS, MODES * 2, strict=True))[rows]
-    return [] if is_one else [pytest.mark.slow]
+    return [] if is_one and rows not in ("unmasked", "masked packs") else [pytest.mark.slow]
+
+
+QUICK_LEFT = ("input_ids", "boundaries", "evaluation", "generation")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=" ".join(case), marks=few_of(case)) for case in CASES])
@@ -49,7 +52,9 @@ def test_training_evaluation_and_answers_stay_on_the_gpu(found, case):
     assert len(gpu["answers"]) == 2
 
 
-@pytest.mark.parametrize("name", list(LEFT))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_LEFT else pytest.mark.slow) for name in LEFT]
+)
 def test_a_tensor_that_is_left_on_the_host_is_found(found, name):
     said = found["left"][name] or "nothing"
     assert said.startswith(("Expected all tensors to be on the same device", "a tensor was left on the host")), said
