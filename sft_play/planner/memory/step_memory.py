@@ -430,15 +430,11 @@ class StepMemorySimulation:
     def _phase_terms(
         self, phase: StepPhase, gradients: int, activations: int, **extra_terms: int
     ) -> tuple[StepPhase, MemoryTerms]:
-        terms = (
-            self._resident_terms
-            | {"gradients": gradients, "activations": activations}
-            | {"images": self._image_bytes(phase, self.step.pictures)}
-            | extra_terms
-        )
-        return phase, {
-            term: size for term, size in terms.items() if size or term in _REQUIRED_TERMS
-        }
+        terms = self._resident_terms | {"gradients": gradients, "activations": activations}
+        if self.shape.vision is not None:
+            extra_terms = {"images": self._image_bytes(phase, self.step.pictures)} | extra_terms
+        terms.update((term, size) for term, size in extra_terms.items() if size)
+        return phase, terms
 
     def _image_bytes(self, phase: str, pictures: int) -> int:
         """Pictures on the device in a phase, and their features until the language model has run;
@@ -498,7 +494,7 @@ class StepMemorySimulation:
         workspace_bytes = (
             WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) * self.step.on_gpu
         )
-        return {
+        sizes = {
             "weights": resident.weights,
             "adapters": resident.adapters,
             "master_weights": resident.master_weights,
@@ -509,6 +505,7 @@ class StepMemorySimulation:
             "activations": 0,
             "loss_head": 0,
         }
+        return {term: size for term, size in sizes.items() if size or term in _REQUIRED_TERMS}
 
     def offloaded_bytes(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
@@ -763,9 +760,11 @@ def largest_by_phase(
 ) -> Mapping[StepPhase, MemoryTerms]:
     """Keep, of each phase's visits, the one with the most bytes."""
     largest_terms: dict[StepPhase, MemoryTerms] = {}
+    largest_sizes: dict[StepPhase, int] = {}
     for phase, terms in phases:
-        if phase not in largest_terms or sum(terms.values()) > sum(largest_terms[phase].values()):
-            largest_terms[phase] = terms
+        size = sum(terms.values())
+        if size > largest_sizes.get(phase, -1):
+            largest_terms[phase], largest_sizes[phase] = terms, size
     return largest_terms
 
 
