@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.machine.hardware import parse_hardware
-from sft_play.models.config_json import load_model_shape
+from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import (
@@ -27,6 +27,7 @@ from sft_play.planner.memory.estimate import (
 )
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded
 from sft_play.planner.precision import Precision
+from sft_play.trace.confirm import step_settings
 from sft_play.trace.step import trace_step
 from sft_play.training.loop.rows import balanced_batch_size, longest_first_order, pad_to_multiple
 from sft_play.training.measure import exact_match
@@ -218,6 +219,23 @@ def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_the_estimate_of_an_evaluation_is_what_a_trace_of_it_measures(mode):
+    """Where the blocks are its peak. Adapters train in groups, and answer by PEFT's forward, which holds more."""
+    fields = {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 65_536, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512,
+    }  # fmt: skip
+    text = f"model: {{name: m, max_seq_len: 512}}\ntuning: {{mode: {mode}}}"
+    config, shape = config_from_text(text, name="x"), parse_model_shape(fields, name="m")
+    precision = Precision("float32" if mode == "full" else "bfloat16", "bfloat16", "")
+    step = Step(1, 1, 512, eval_batch=8, padded=False, masks=False)
+    simulation = StepMemorySimulation(config, shape, precision, step)
+    sizes = [sum(terms.values()) for _, terms in simulation.evaluation_phases(8)]
+    traced = trace_step(step_settings(config, fields, shape, precision, step))
+    assert max(sizes) == pytest.approx(traced.phases["evaluation"][0], rel=0.01)
+
+
 @pytest.mark.build
 def test_a_traced_evaluation_has_a_mask_of_its_own():
     """Rows that are padded get the memory-efficient kernel with its mask, also where training has none."""

@@ -648,14 +648,17 @@ def _backward_peak(tape: Tape, node: Node, size: tuple[int, int]) -> int:
 
 
 @lru_cache(maxsize=8192)
-def forward_peak(spec: BlockSpec, *, batch: int, length: int, itemsize: int, training: bool) -> int:
-    """The block's peak where nothing is held, including its input: in evaluation, or before a
-    checkpoint."""
+def lone_forward(
+    spec: BlockSpec, *, batch: int, length: int, itemsize: int, training: bool
+) -> LayerBytes:
+    """The block's forward pass where nothing is held, in evaluation or before a checkpoint: its
+    peak, including its input, and autocast's copies of fp32 weights, which stay."""
     tape = Tape(grad_enabled=False)
     block = ForwardPass(tape, spec, batch, length, is_accumulating=False, training=training)
     x = tape.new(batch * length * spec.hidden, itemsize)
     _run_block(block, x)
-    return tape.meter.peak
+    cast_bytes = sum(ref.nbytes for ref in block.cast_weights.values())
+    return LayerBytes(tape.meter.peak, cast=cast_bytes)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from sft_play.planner.memory.block import (
     LossName,
     OutputHead,
     block_bytes,
-    forward_peak,
     head_bytes,
+    lone_forward,
 )
 from sft_play.planner.memory.model_states import (
     build_gather_buffers,
@@ -335,27 +335,24 @@ class StepMemorySimulation:
         batch = self.step.micro_batch
         recomputed = replace(
             block.layer,
-            forward=self._lone_forward_peak(layer, batch, self.specs, training=True),
+            forward=self._lone_forward(layer, batch, self.specs, training=True).forward,
             saved=self._hidden_bytes(batch, layer),
             backward=max(block.layer.backward + block.layer.input, block.recompute_peak),
         )
         return recomputed.offloaded if self.step.offloads else recomputed
 
-    def _lone_forward_peak(
+    def _lone_forward(
         self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool
-    ) -> int:
+    ) -> LayerBytes:
         spec, itemsize = specs[self.shape.layer_order[layer]], self.hidden_itemsizes[layer]
-        return forward_peak(
+        return lone_forward(
             spec, batch=batch, length=self.step.length, itemsize=itemsize, training=training
         )
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
         """A block's bytes where nothing is held for a backward pass; autocast copies its fp32
-        parameters there too."""
-        return LayerBytes(
-            self._lone_forward_peak(layer, rows, specs, training=False),
-            cast=self.blocks[layer].layer.cast,
-        )
+        parameters there too, those of adapters in groups as well: PEFT's forward runs."""
+        return self._lone_forward(layer, rows, specs, training=False)
 
     def _table_itemsize(self, *, trains: bool) -> int:
         # modules_to_save: PEFT's copy has the adapters' dtype

@@ -551,7 +551,7 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
         return _base_linear(block, x, role, spec)
     # a layer in 4 bits returns its input's dtype, and states in fp32 leave it to PEFT
     returns_fp32 = block.spec.is_nf4 and x.itemsize > (block.spec.element_bytes.autocast or 4)
-    if block.spec.groups_adapters and not returns_fp32:
+    if block.spec.groups_adapters and block.training and not returns_fp32:
         return _grouped_linear(block, x, spec)
     if block.spec.is_nf4:
         return _adapted_nf4_linear(block, x, role, spec)
