@@ -148,13 +148,13 @@ def _text(node: ast.AST) -> str:
 OWN_TESTS = {
     "planner": "decisions recorded_plans plan plan_truth plan_inputs memory batching budget speed_error "
     "learning_rate own_gpus mesh training_options fp16 kernels experts compiled_plans liger_plan evaluation "
-    "micro_batches sdpa repeated_keys gradients unsloth",
+    "micro_batches sdpa repeated_keys gradients unsloth image_plan pass_work streamed",
     "launch": "decisions launch_files nodes tensorboard exported_nodes deepspeed_files own_gpus api "
     "row_survey refusals failures distributed mesh runs restarts out_of_memory_runs device "
     "stages doctor",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
     "process data_story documents columns row_limit packing recorded_data options bad_inputs "
-    "own_messages sources exact_match adapter_inputs new",
+    "own_messages sources exact_match adapter_inputs new image_masks image_rows images",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 

@@ -426,6 +426,13 @@ def test_every_command_that_reads_rows_says_what_would_be_missed(story, succeed,
     assert report["unused"] == ["passage", "skip", "url"]
 
 
+@pytest.mark.parametrize(("items", "kind"), [
+    ([{"function": {}}, {"parameters": {}}], "tools"), ([{"function": {}}, {"score": 1}], ""), ([{"score": 1}], ""),
+])  # fmt: skip
+def test_tools_are_told_by_what_all_of_them_are_made_of(items, kind):
+    assert missed_column_kind("meta", items, is_text=False, answer_chars=10_000) == kind
+
+
 @pytest.mark.parametrize(("words", "kind"), [(39, ""), (40, "long")])
 def test_a_text_of_forty_words_is_long_however_long_the_answer_is(words, kind):
     text = " ".join(["lamp"] * words)

@@ -245,7 +245,7 @@ FRAMES = [PIL.Image.new("RGB", (4, 4), color) for color in ("red", "blue", "gree
     (JPEG[:-2], "truncated or damaged"), (JPEG[:900], "truncated or damaged"), (JPEG[:30], "truncated or damaged"),
     (NOISE[:-30], "truncated or damaged"), (NOISE[:20], "truncated or damaged"), (NOISE[:7], "it ends in its header"),
     (encoded(FRAMES[0], "WEBP", lossless=True)[:-4], "truncated or damaged"),
-    *((encoded(FRAMES[0], form, save_all=True, append_images=FRAMES[1:]), "has 3 frames") for form in
+    *((encoded(FRAMES[0], form, save_all=True, append_images=FRAMES[1:2]), "has 2 frames") for form in
       ("GIF", "PNG", "WEBP", "TIFF")),
     (encoded(PIL.Image.new("1", (11_000, 10_000))), "11,000 x 10,000 pixels, 110.0 million, and the limit is 90"),
     (encoded(PIL.Image.new("F", (4, 4)), "TIFF"), "pixels of mode F"),

@@ -739,9 +739,11 @@ def test_two_bos_tokens_are_never_trained(tokenizer):
     assert row.reason == "two BOS tokens"
 
 
-@pytest.mark.parametrize("change", ["m.content|capitalize", "m.content[:3]", "''"])
-def test_a_template_that_drops_or_rewrites_every_text_is_refused_and_not_given_lists(make, change):
-    with pytest.raises(TokenizerError, match=r"(drops|rewrites) an assistant's answer"):
+@pytest.mark.parametrize(("change", "does"), [
+    ("m.content|capitalize", "rewrites"), ("m.content[:3]", "drops"), ("''", "drops"),
+])  # fmt: skip
+def test_a_template_that_drops_or_rewrites_every_text_is_refused_and_not_given_lists(make, change, does):
+    with pytest.raises(TokenizerError, match=f"{does} an assistant's answer"):
         make(EACH + TURN.replace("m.content", change) + DONE + ASK).turn_locator()
 
 
