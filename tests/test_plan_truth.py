@@ -139,6 +139,25 @@ def measured(**changes: Any) -> calibration.MeasuredRun:
     return calibration.MeasuredRun(**{**usual, **changes})
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_ran_out_counts_until_a_later_one_as_large_fits(seed):
+    """The smallest one, of budgets that are not much smaller than this one."""
+    draw = random.Random(seed)
+    for _ in range(40):
+        runs = [
+            measured(predicted_reserved=draw.randint(1, 6), ran_out_of=draw.choice([0, 0, 5, 10]))
+            for _ in range(draw.randint(0, 6))
+        ]
+        budget = draw.choice([4, 9, 10, 20])
+        standing = [
+            run.predicted_reserved for place, run in enumerate(runs)
+            if run.ran_out_of and budget <= calibration.RETRY_MEMORY_FACTOR * run.ran_out_of
+            and all(later.ran_out_of or later.predicted_reserved < run.predicted_reserved for later in runs[place:])
+        ]  # fmt: skip
+        oom_run = calibration._find_oom_run(runs, budget)
+        assert (oom_run and oom_run.predicted_reserved) == min(standing, default=None)
+
+
 def of_all_sizes(ratio: float, **kind: Any) -> list[calibration.MeasuredRun]:
     """Runs from 128 MiB to 128 GiB that all needed as much more than predicted."""
     sizes = [2**power for power in range(27, 38)]
