@@ -219,11 +219,14 @@ def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-def test_the_estimate_of_an_evaluation_is_what_a_trace_of_it_measures(mode):
+@pytest.mark.parametrize(("kind", "mode"), [
+    ("llama", "lora"), ("llama", "qlora"), ("llama", "full"), ("mixtral", "qlora"),
+])  # fmt: skip
+def test_the_estimate_of_an_evaluation_is_what_a_trace_of_it_measures(kind, mode):
     """Where the blocks are its peak. Adapters train in groups, and answer by PEFT's forward, which holds more."""
     fields = {
-        "model_type": "llama", "hidden_size": 128, "intermediate_size": 65_536, "num_hidden_layers": 2,
+        "model_type": kind, "hidden_size": 128, "intermediate_size": 65_536, "num_hidden_layers": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512,
     }  # fmt: skip
     text = f"model: {{name: m, max_seq_len: 512}}\ntuning: {{mode: {mode}}}"

@@ -45,12 +45,16 @@ class PackedWeight:
             self.nf4_state.shape
         )
 
+    def dequantise(self, packed: torch.Tensor) -> Any:
+        """The weight, experts x rows x columns."""
+        if self.nf4_state is None:
+            return packed
+        with torch.no_grad():
+            return unpack_nf4(packed, self.nf4_state)
+
     def read(self, packed: torch.Tensor) -> Any:
-        """The weight with its adapters, experts x rows x columns, in its own dtype."""
-        weight = packed
-        if self.nf4_state is not None:
-            with torch.no_grad():
-                weight = unpack_nf4(packed, self.nf4_state)
+        """The weight with its adapters, in its own dtype."""
+        weight = self.dequantise(packed)
         for left, right, scale in self.adapters:
             weight = torch.baddbmm(weight, left, right, alpha=scale)
         return weight
