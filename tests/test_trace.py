@@ -21,7 +21,7 @@ from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.batching import MicroBatches
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
-from sft_play.planner.memory.step_memory import cublas_workspace_bytes
+from sft_play.planner.memory.step_memory import Step, cublas_workspace_bytes
 from sft_play.trace import build, kernels, patches, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import StepSettings, TraceUnavailable
@@ -139,6 +139,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     sizes = {"micro_batch": 4, "seq_len": 512, "optimizer_steps": 3}
     settings = StepSettings(model=model, attention="eager", capability=(8, 0), **options, **sizes)
     ids = torch.randint(5, 300, (16, 512)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     log = StorageLog(workspace_sizes=kernels.workspace_sizes)
     args = SFTConfig(
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
@@ -149,13 +150,13 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     with log, patches.install_patches(patches.TraceState(settings, log)):
         config = build.language_model_config(settings)
         plan = SimpleNamespace(
-            choice=SimpleNamespace(layout=SINGLE, step=SimpleNamespace(cudnn=False)), micro_batches=MicroBatches(4),
+            choice=SimpleNamespace(layout=SINGLE, step=Step(4, 1, 512)), micro_batches=MicroBatches(4),
             batch=SimpleNamespace(effective_batch=4), memory=SimpleNamespace(terms={}),
         )  # fmt: skip
         trainer = PlannedTrainer(
             plan=plan,
             model=AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager"),
-            args=args, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+            args=args, train_dataset=rows, token_rows=rows,
             processing_class=AutoTokenizer.from_pretrained(tmp_path),
             peft_config=build.parse_peft_config(settings.peft) if settings.peft else None, callbacks=[Marks(log)],
         )  # fmt: skip
