@@ -140,7 +140,8 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     path.write_text("question,answer\n" + f"q,{field}\n" * 8)
     assert len([row for row in read_rows(path, split="train") if isinstance(row, RawRow)]) == 8
     path.write_text("a,b,c,d,e,f\n" + ",".join("xyzuvw") + "\n" + ",".join([field] * 6) + "\n")
-    assert str(list(read_rows(path, split="train"))[1]).startswith(f"{path}:3: {LIMIT} (1,5")
+    with pytest.raises(DataError, match=r"a\.csv:3: a quote .* not closed, or .* larger than 1 MiB"):
+        list(read_rows(path, split="train"))
     half = "y" * (MIB // 2 + 9)
     table = pa.table({"question": ["a", half, "c"], "answer": ["x", half, "z"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")

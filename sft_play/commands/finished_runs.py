@@ -159,12 +159,7 @@ def _prune(request: Request) -> CommandResult:
 
 def _infer(request: Request) -> CommandResult:
     if request.input is None or request.output is None:
-        files = {
-            "INPUT=prompts.txt (or .jsonl)": request.input,
-            "OUTPUT=answers.jsonl": request.output,
-        }
-        missing = " and ".join(name for name, path in files.items() if path is None)
-        raise ConfigError(f"make infer needs {missing}")
+        raise ConfigError("make infer needs INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl")
     require_source(request.input, "INPUT")
     require_writable_out(request.output, "OUTPUT")
     if request.output.is_dir():

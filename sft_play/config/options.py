@@ -133,9 +133,8 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
         item_annotation, *metadata = get_args(annotation)
-        constraints: list[Any] = []
-        for item in metadata:
-            constraints += item.metadata if isinstance(item, FieldInfo) else [item]
+        # a Field holds its constraints, others are one
+        constraints = [part for item in metadata for part in getattr(item, "metadata", [item])]
         return describe_values(item_annotation, tuple(constraints))
     if origin in (Union, types.UnionType):
         return " or ".join(
@@ -157,9 +156,10 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
         )
     if origin is dict:
         return "a mapping of words to words"
-    for limit in limits:
-        if getattr(limit, "pattern", None) in _PATTERN_DESCRIPTIONS:
-            return _PATTERN_DESCRIPTIONS[limit.pattern]
+    if HUB_KERNEL_PATTERN in (getattr(limit, "pattern", None) for limit in limits):
+        return (
+            "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"
+        )
     description = _TYPE_DESCRIPTIONS.get(annotation, str(annotation))
     words = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
     bounds = [
@@ -173,11 +173,6 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     return f"{description} {' and '.join(phrases)}" if phrases else description
 
 
-_PATTERN_DESCRIPTIONS = {
-    HUB_KERNEL_PATTERN: (
-        "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"
-    )
-}
 _TYPE_DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -229,9 +224,10 @@ class OptimizerOption:
 
 def optimizer_options() -> tuple[OptimizerOption, ...]:
     """The table, in the order of the schema."""
-    options = []
-    for name, field in TrainConfig.model_fields.items():
-        metadata: Any = field.json_schema_extra
-        if EXTERNAL_NAMES in metadata:
-            options.append(OptimizerOption(name, field.default, metadata[EXTERNAL_NAMES]))
-    return tuple(options)
+    fields = TrainConfig.model_fields
+    metadata: dict[str, Any] = {name: fields[name].json_schema_extra for name in fields}
+    return tuple(
+        OptimizerOption(name, fields[name].default, entries[EXTERNAL_NAMES])
+        for name, entries in metadata.items()
+        if EXTERNAL_NAMES in entries
+    )

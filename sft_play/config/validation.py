@@ -7,6 +7,7 @@ one found.
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
 MAX_LEARNING_RATE = 1.0
+_SURROGATE = re.compile("[\ud800-\udfff]")
 TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 
@@ -51,8 +53,16 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     Contradictions are looked for only where every value by itself is right. A run with stages is
     not searched for them: each stage is, and may put right what is wrong with the run's own
     settings."""
-    problems: list[Problem] = []
-    for path, value in walk_leaves(document.data):
+    leaves = list(walk_leaves(document.data))
+    # in a key, a value, or an item of a list: pydantic reads nothing of such a document
+    problems = [
+        document.problem(path, "the text has half of a surrogate pair")
+        for path, value in leaves
+        if _SURROGATE.search(json.dumps([*path, value], ensure_ascii=False))
+    ]
+    if problems:
+        return None, problems
+    for path, value in leaves:
         if isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
             problems.append(
                 document.problem(
@@ -102,14 +112,14 @@ def read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDet
 def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) -> list[ForeignKey]:
     """Find the keys that our sections do not have, by pydantic's errors. A foreign section counts
     as the keys in it."""
-    keys: list[ForeignKey] = []
-    for error in errors:
-        if _is_unknown_key(error):
-            path = error["loc"]
-            keys += find_foreign_keys(
-                path, find_value(document.data, path), section=".".join(map(str, path[:-1]))
-            )
-    return keys
+    unknown_paths = [error["loc"] for error in errors if _is_unknown_key(error)]
+    return [
+        key
+        for path in unknown_paths
+        for key in find_foreign_keys(
+            path, find_value(document.data, path), section=".".join(map(str, path[:-1]))
+        )
+    ]
 
 
 def _is_unknown_key(error: ErrorDetails) -> bool:

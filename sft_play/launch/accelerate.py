@@ -22,7 +22,7 @@ from sft_play.launch.deepspeed import ZERO_LAYOUTS
 from sft_play.launch.torchrun import rank_variables, read_nodes
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
-from sft_play.machine.network import NodeSetup
+from sft_play.machine.network import NodeSetup, is_host_address
 from sft_play.planner.layout import LayoutName
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
@@ -63,9 +63,8 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
         return None
     if named_path:
         return Path(named_path).expanduser()
-    return next(
-        filter(Path.is_file, (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment))), None
-    )
+    paths = (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment))
+    return next((path for path in paths if path.is_file()), None)
 
 
 class AccelerateConfig(BaseModel):
@@ -161,11 +160,9 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     if not isinstance(data, dict) or "distributed_type" not in data:
         raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
-    values: dict[str, Any] = {
-        key: value
-        for key, value in data.items()
-        if value is not None and (key, value) != ("num_processes", -1)
-    }
+    values: dict[str, Any] = {key: value for key, value in data.items() if value is not None}
+    if values.get("num_processes") == -1:
+        del values["num_processes"]
     values.setdefault("distributed_type", "no")
     for key in ("distributed_type", "mixed_precision"):
         if key in values:  # false: an unquoted no that a tool with YAML 1.1 has written again
@@ -218,17 +215,17 @@ def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig
     they divide what the run YAML alone divides."""
     if not is_accelerate_launch(environment):
         return None
-    engines = [
-        name
-        for name in ("DEEPSPEED", "FSDP")
-        if environment.get(f"ACCELERATE_USE_{name}") == "true"
-    ]
+    # what is left where no engine's variable is set
+    distributed_type: DistributedType = "MULTI_GPU"
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        distributed_type = "FSDP"
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        distributed_type = "DEEPSPEED"
     deepspeed_values = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
     lowered = {name.lower(): text for name, text in environment.items()}
     values = {
         "path": Path("accelerate launch"),
-        # what is left where no engine's variable is set
-        "distributed_type": (*engines, "MULTI_GPU")[0],
+        "distributed_type": distributed_type,
         "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
         "fsdp_config": lowered,
         "parallelism_config": lowered,
@@ -273,6 +270,7 @@ def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
 
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
+SINGLE_NODE = NodeSetup()
 
 
 def write_accelerate_file(
@@ -280,7 +278,7 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: str,
-    nodes: NodeSetup,
+    nodes: NodeSetup = SINGLE_NODE,
     gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> str:
@@ -322,6 +320,9 @@ def write_accelerate_file(
 
 def read_accelerate_nodes(environment: Mapping[str, str]) -> NodeSetup:
     """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the
-    command line. Raises ConfigError as `read_nodes` does."""
+    command line. Raises ConfigError as `read_nodes` does, or where the address is none."""
     values = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
-    return read_nodes(values, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
+    nodes = read_nodes(values, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
+    if nodes.address is not None and not is_host_address(nodes.address):
+        raise ConfigError(f"MAIN_IP={one_line(nodes.address)} is not a host name or an IP address")
+    return nodes

@@ -285,17 +285,17 @@ def read_nodes(
             f"{rank_name}={rank} is not one of {count_name}={count} (1 by default): ranks go from 0"
             f" to {count - 1}"
         )
-    if address is not None and not is_host_address(address):
-        raise ConfigError(
-            f"{address_name}={one_line(address)} is not a host name or an IP address; the port goes"
-            f" into {port_name}="
-        )
-    if count == 1:
+    if count == 1:  # whatever the address is that a scheduler has exported
         return NodeSetup(1, 0, address, port)
     if rank is None or address is None:
         raise ConfigError(
             f"{count_name}={count} needs {rank_name}=0 to {count - 1} and {address_name}=, an"
             f" address at which the others reach node 0 (and {port_name}=, default {DEFAULT_PORT})"
+        )
+    if not is_host_address(address):
+        raise ConfigError(
+            f"{address_name}={one_line(address)} is not a host name or an IP address; the port goes"
+            f" into {port_name}="
         )
     return NodeSetup(count, rank, address, port or DEFAULT_PORT, values.get("EXPORTED", ""))
 

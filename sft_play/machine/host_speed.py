@@ -33,8 +33,8 @@ _SPEEDS_ADAPTER = TypeAdapter(dict[str, HostSpeed])
 def save_host_speed(
     device: str, operator_s: float = 0.0, *, measured_by: str, bus_bytes_per_s: float = 0.0
 ) -> None:
-    """Keep a measurement of today in place of an earlier one, of which stays what was not measured
-    again, the host or the bus; a cache that cannot be written keeps none."""
+    """Keep what was measured of the host or of the bus today, beside what is known of the other; a
+    cache that cannot be written keeps none."""
     is_host_measured = 0 < operator_s < 1  # not by a clock that stood still
     if not is_host_measured and not bus_bytes_per_s:
         return

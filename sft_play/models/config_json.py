@@ -114,13 +114,13 @@ class _ShapeBuilder:
         window = None  # config.json may have one that no block uses (Qwen2: use_sliding_window)
         if any(kind.attention == "sliding" for kind in layers):
             window = fields.read_optional_count("sliding_window")
-        rope = fields.values.get("rope_parameters")
-        rope_fields = replace(fields, values=rope if isinstance(rope, Mapping) else {})
-        rotary_share = (
-            rope_fields.read_number("partial_rotary_factor")
-            or fields.read_number("partial_rotary_factor")
-            or 1.0
-        )
+        rope, rotary_share = fields.values.get("rope_parameters"), None
+        if isinstance(rope, Mapping):
+            rotary_share = rope.get("partial_rotary_factor")
+        if rotary_share is None:
+            rotary_share = fields.read_number("partial_rotary_factor")
+        if not isinstance(rotary_share, int | float):
+            rotary_share = 1.0
         return ModelShape(
             name=fields.name,
             model_type=fields.model_type,

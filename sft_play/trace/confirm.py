@@ -349,7 +349,7 @@ def cached_shape(
 
 # Part of the key of what is remembered: raised whenever this package would give other bytes for the
 # same settings.
-BLOCKS_VERSION = 8
+BLOCKS_VERSION = 9
 # Tokens that states are computed by at once, at least.
 MIN_CHUNK_TOKENS = 64
 # Names of the same in configs.

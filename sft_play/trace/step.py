@@ -789,13 +789,21 @@ class _BlockRecorder:
 
     def _cast_bytes(self, block: nn.Module) -> int:
         """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient
-        (cached_cast)."""
+        (cached_cast). Adapters that train in groups have lasting copies instead, which evaluations
+        do not read."""
         if self._loop.settings.autocast is None:
             return 0
+        grouped_ids: set[int] = set()
+        if self._loop.grouped_adapters is not None and self._block_mode != "evaluated":
+            groups = self._loop.grouped_adapters.groups
+            grouped_ids = {id(factor) for group in groups for factor in group.factors}
         return sum(
             2 * one.numel()
             for one in block.parameters()
-            if one.requires_grad and one.dtype == torch.float32 and one.dim() > 1
+            if one.requires_grad
+            and one.dtype == torch.float32
+            and one.dim() > 1
+            and id(one) not in grouped_ids
         )
 
     # --- hooks ------------------------------------------------------------------------------------

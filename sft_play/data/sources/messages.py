@@ -571,7 +571,9 @@ def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None
-    while isinstance(parsed, str):  # an object's text, or that text encoded once more
+    for _ in range(3):  # an object; its text; that text encoded once more
+        if not isinstance(parsed, str):
+            break
         text, parsed = (
             parsed,
             _parse_json_text(parsed, "tool call arguments are a string that is not JSON", location),

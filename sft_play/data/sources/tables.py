@@ -95,7 +95,17 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     DataError where the header is no good, a quote is not closed, or a byte is not UTF-8."""
     # of the whole process; by default 131,072 characters, less than some answers
     csv.field_size_limit(MAX_ROW_BYTES)
-    file_lines, skipped_lines = _read_table_lines(path, name), 0
+    file_lines, skipped_lines, row_chars = _read_table_lines(path, name), 0, 0
+
+    def lines_of_rows() -> Iterator[str]:
+        nonlocal row_chars
+        for text in file_lines:
+            row_chars += len(text)
+            # csv limits each field: a row of many, over many lines, would be held whole
+            if row_chars > MAX_ROW_BYTES:  # characters, which are never more than bytes
+                raise csv.Error("row larger than the limit")
+            yield text
+
     beginning = read_head(path).decode("utf-8", "ignore")
     first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
     # the one that gives the most fields; of equal counts the first: a comma
@@ -103,10 +113,10 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
         next(file_lines)
-    reader = csv.reader(file_lines, delimiter=delimiter, strict=True)
+    reader = csv.reader(lines_of_rows(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        line = skipped_lines + reader.line_num + 1
+        line, row_chars = skipped_lines + reader.line_num + 1, 0
         try:
             fields = next(reader)
         except StopIteration:
@@ -140,8 +150,6 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
                 f"{len(fields)} fields instead of {len(names)}",
                 f"the header names {len(names)}; is a quote or a delimiter missing?",
             )
-        elif sum(map(len, fields)) > MAX_ROW_BYTES:  # characters, which are never more than bytes
-            yield too_large_row(f"{name}:{line}", len("".join(fields).encode()))
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
             yield RawRow(

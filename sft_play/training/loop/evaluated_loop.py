@@ -136,7 +136,8 @@ class EvaluatedLoop(CheckpointedLoop):
         gradients, and for rows of which there is one."""
         if self.compile_monitor is None:
             return contextlib.nullcontext()
-        return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
 
     def evaluate(
         self,
